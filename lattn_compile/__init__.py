@@ -1,0 +1,104 @@
+"""torch.compile backend and graph rewriter for linear-attention recurrences with quantized state.
+
+    model = torch.compile(model, backend="lattn_compile", options={"policy": "int8"})
+
+Names are loaded when first used: `import lattn_compile` needs torch only, and neither Triton, transformers nor FLA has
+to be installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> module that defines it.
+_HOME: dict[str, str] = {
+    **dict.fromkeys(("rewrite", "inspect", "RewriteResult"), "api"),
+    "capture": "passes.capture",
+    **dict.fromkeys(("attach", "detach"), "attach"),
+    "last_report": "backend",
+    "linear_attention": "functional",
+    "training_phase": "phase",
+    **dict.fromkeys(("encode_state", "decode_state", "EncodedState", "ReplayState"), "state"),
+    **dict.fromkeys(
+        (
+            "Policy",
+            "Recipe",
+            "Exact",
+            "Chunk",
+            "Token",
+            "Replay",
+            "TwoPrecision",
+            "Prefill",
+            "Neumann",
+            "NewtonSchulz",
+            "BlockDoubling",
+            "PRESETS",
+        ),
+        "policy",
+    ),
+    **dict.fromkeys(("Int8", "Fp8", "Nvfp4", "Bf16", "Fp16", "Fp32"), "formats"),
+    **dict.fromkeys(("Report", "Site"), "report"),
+    **dict.fromkeys(("LattnError", "LattnWarning"), "errors"),
+}
+
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'lattn_compile' has no attribute {name!r}")
+    module = importlib.import_module(f"lattn_compile.{home}")
+    if name == "capture":
+        # Capture has to know the tracers before it is entered; the backend wires it to them.
+        importlib.import_module("lattn_compile.backend")
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+class _Package(types.ModuleType):
+    """`lc.attach` is a function in a module of the same name, and importing that module must not put it in its place."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])
+
+
+if TYPE_CHECKING:
+    from lattn_compile.api import RewriteResult, inspect, rewrite
+    from lattn_compile.attach import attach, detach
+    from lattn_compile.backend import last_report
+    from lattn_compile.errors import LattnError, LattnWarning
+    from lattn_compile.formats import Bf16, Fp8, Fp16, Fp32, Int8, Nvfp4
+    from lattn_compile.functional import linear_attention
+    from lattn_compile.passes.capture import capture
+    from lattn_compile.phase import training_phase
+    from lattn_compile.policy import (
+        PRESETS,
+        BlockDoubling,
+        Chunk,
+        Exact,
+        Neumann,
+        NewtonSchulz,
+        Policy,
+        Prefill,
+        Recipe,
+        Replay,
+        Token,
+        TwoPrecision,
+    )
+    from lattn_compile.report import Report, Site
+    from lattn_compile.state import EncodedState, ReplayState, decode_state, encode_state

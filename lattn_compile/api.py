@@ -1,0 +1,128 @@
+"""Graph API: `rewrite` and `inspect` on GraphModules and ExportedPrograms."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from lattn_compile import backend, passes  # noqa: F401  (backend wires capture to the tracers)
+from lattn_compile.errors import FileFormatError, LattnError
+from lattn_compile.passes.capture import capture
+from lattn_compile.passes.context import PassContext
+from lattn_compile.passes.report import report_of
+from lattn_compile.policy import Policy, Recipe, resolve_recipe
+from lattn_compile.report import Report
+
+PolicyLike = Recipe | Policy | dict[str, Any] | str
+
+
+@dataclass(frozen=True)
+class RewriteResult:
+    """What `rewrite` returns: the rewritten copy, of the type it was given, and the report."""
+
+    module: Any
+    report: Report
+
+
+def rewrite(target: fx.GraphModule | ExportedProgram, policy: PolicyLike | None) -> RewriteResult:
+    """Put `policy` on every recurrence of a graph. The input is never changed.
+
+    Args:
+        target: a GraphModule with captured calls, or an ExportedProgram made under `lc.capture()`.
+        policy: Recipe, Policy, dict, JSON path or preset name; None keeps every site exact.
+    Returns:
+        RewriteResult with `.module` (GraphModule or ExportedProgram, as given) and `.report`.
+    Raises:
+        LattnError: `target` is neither, or the policy is not valid or has a part that is not built.
+    """
+    recipe = None if policy is None else resolve_recipe(policy)
+    module, graph_module = _copy(target)
+    context = PassContext(graph_module, recipe, training=False)
+    passes.run(context)
+    return RewriteResult(module, report_of(context, []))
+
+
+def inspect(
+    target: fx.GraphModule | ExportedProgram | nn.Module | str | os.PathLike[str],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    policy: PolicyLike | None = None,
+) -> Report:
+    """What a rewrite under `policy` would find and do, without doing it.
+
+    Args:
+        target: GraphModule, ExportedProgram, path to a `.pt2`, or an nn.Module, which is exported with `args` and
+            `kwargs` under `lc.capture()`.
+        policy: as for `rewrite`; None shows every site as exact.
+    Raises:
+        FileFormatError: the file is missing or no exported program. LattnError: as `rewrite`.
+    """
+    if isinstance(target, (str, os.PathLike)):
+        target = load_program(target)
+    elif isinstance(target, nn.Module) and not isinstance(target, fx.GraphModule):
+        with capture(), torch.no_grad():
+            target = torch.export.export(target, tuple(args), dict(kwargs or {}), strict=False)
+    return rewrite(target, policy).report
+
+
+def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
+    """`torch.export.load` with an error that says what is wrong with the file."""
+    file = Path(path)
+    if not file.is_file():
+        raise FileFormatError(
+            "path",
+            got=f"{file} (no such file)",
+            want="a .pt2 written by torch.export.save",
+            remedy="Check the path.",
+        )
+    try:
+        return torch.export.load(io.BytesIO(file.read_bytes()))
+    except Exception as error:
+        raise FileFormatError(
+            "path",
+            got=f"{file}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'unreadable'}",
+            want="a .pt2 written by torch.export.save",
+            remedy="Export the model under lc.capture() and save it with torch.export.save(program, path).",
+        ) from error
+
+
+def _copy(target: Any) -> tuple[Any, fx.GraphModule]:
+    """A copy whose graph may be changed, with parameters and buffers shared, and the GraphModule inside it."""
+    if isinstance(target, ExportedProgram):
+        graph_module = fx.GraphModule(target.graph_module, copy.deepcopy(target.graph_module.graph))
+        graph_module.meta.update(target.graph_module.meta)
+        program = _with_graph(target, graph_module)
+        return program, program.graph_module
+    if isinstance(target, fx.GraphModule):
+        graph_module = fx.GraphModule(target, copy.deepcopy(target.graph))
+        graph_module.meta.update(target.meta)
+        return graph_module, graph_module
+    raise LattnError(
+        "target",
+        got=type(target).__name__,
+        want="a torch.fx.GraphModule or a torch.export.ExportedProgram",
+        remedy="Export the module first: with lc.capture(): torch.export.export(module, args).",
+    )
+
+
+def _with_graph(program: ExportedProgram, graph_module: fx.GraphModule) -> ExportedProgram:
+    return ExportedProgram(
+        root=graph_module,
+        graph=graph_module.graph,
+        graph_signature=copy.deepcopy(program.graph_signature),
+        state_dict=program.state_dict,
+        range_constraints=copy.deepcopy(program.range_constraints),
+        module_call_graph=copy.deepcopy(program.module_call_graph),
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )

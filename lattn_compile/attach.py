@@ -1,0 +1,76 @@
+"""`lc.attach`: the recipe lives with the module.
+
+Every submodule is marked with its full path and with a *group* (recipe and rule). The group is a string attribute that
+a trace reads, and so guards, on the module it is in: when one compiled artifact serves several layers, as regional
+`layer.compile()` does, layers of one group share it and a layer of another group gets its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lattn_compile.errors import LattnError
+from lattn_compile.policy import Policy, Recipe, resolve_recipe
+
+GROUP = "_lattn_group"  # str, guarded by the trace
+PATH = "_lattn_path"  # str, not guarded: layers of one group share a graph
+RECIPE = "_lattn_recipe"
+
+_compiled_before_attach = False
+
+
+def attach(model: nn.Module, recipe: Recipe | Policy | dict[str, Any] | str) -> nn.Module:
+    """Attach a recipe to a model, in place, for `torch.compile(..., backend="lattn_compile")` without options.
+
+    Args:
+        model: the module whose submodule paths the recipe's globs speak of.
+        recipe: anything `options={"policy": ...}` takes. Replaces a recipe attached before.
+    Returns:
+        `model`.
+    Raises:
+        LattnError: `model` is no module. RecipeError, PolicyError: the recipe is not valid.
+    """
+    if not isinstance(model, nn.Module):
+        raise LattnError(
+            "model", got=type(model).__name__, want="an nn.Module", remedy="Attach to the model, before compiling it."
+        )
+    resolved = resolve_recipe(recipe)
+    fingerprint = resolved.fingerprint()
+    for name, module in model.named_modules():
+        path = name.replace("_orig_mod.", "").removesuffix("_orig_mod")
+        rule, _ = resolved.resolve(path)
+        object.__setattr__(module, GROUP, f"{fingerprint}:{rule}")
+        object.__setattr__(module, PATH, path)
+        object.__setattr__(module, RECIPE, resolved)
+    _forget_unattached_artifacts()
+    return model
+
+
+def detach(model: nn.Module) -> nn.Module:
+    """Undo `attach`."""
+    for module in model.modules():
+        for name in (GROUP, PATH, RECIPE):
+            module.__dict__.pop(name, None)
+    _forget_unattached_artifacts()
+    return model
+
+
+def attached_recipe(model: nn.Module) -> Recipe | None:
+    """The recipe attached to `model` or None."""
+    return model.__dict__.get(RECIPE)
+
+
+def note_compile_without_recipe() -> None:
+    """A trace of an unattached module has no guard on the attribute's absence; the next `attach` must drop it."""
+    global _compiled_before_attach
+    _compiled_before_attach = True
+
+
+def _forget_unattached_artifacts() -> None:
+    global _compiled_before_attach
+    if _compiled_before_attach:
+        torch.compiler.reset()
+        _compiled_before_attach = False

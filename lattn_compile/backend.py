@@ -1,0 +1,210 @@
+"""The `torch.compile` backend: rewrite the graph Dynamo recorded, then hand it to AOTAutograd and Inductor.
+
+Rewriting happens before autograd, so forward and backward both see `lattn::` ops with the policy in their arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from lattn_compile import passes
+from lattn_compile.attach import GROUP, PATH, RECIPE, note_compile_without_recipe
+from lattn_compile.errors import LattnError, LattnWarning, PolicyError, RewriteError, nearest
+from lattn_compile.lowering import _torch_private as private
+from lattn_compile.passes import capture
+from lattn_compile.passes.context import PassContext
+from lattn_compile.passes.report import report_of
+from lattn_compile.policy import Recipe, resolve_recipe
+from lattn_compile.report import Report
+
+log = logging.getLogger("lattn_compile")
+
+OWN_OPTIONS = ("policy", "mode", "strict", "verify")
+
+_LAST: Report | None = None
+_COMPILES = 0
+_SAID: set[str] = set()
+
+
+def lattn_compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Backend entry point, found by `torch.compile(model, backend="lattn_compile", options={...})`.
+
+    Options: `policy` (Recipe, Policy, dict, JSON path or preset name), `mode` (torch.compile's modes), `strict`
+    (warnings of silence become errors), `verify`; every other key goes to Inductor.
+
+    A mistake raises from the first call of the compiled function, before any computation: raised from here it would
+    reach the user wrapped in Dynamo's own exception.
+    """
+    try:
+        return _compile(gm, example_inputs, mode, dict(options or {}))
+    except LattnError as error:
+        return functools.partial(_raise, error)
+
+
+def _raise(error: LattnError, *args: Any) -> Any:
+    raise error.with_traceback(None)
+
+
+def _compile(
+    gm: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any]
+) -> Callable[..., Any]:
+    global _LAST, _COMPILES
+    started = time.perf_counter()
+    recipe, strict, patches = parse_options(mode, options)
+    training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+    context = PassContext(gm, recipe, training)
+    passes.run(context)
+    if any(s.recipe is None for s in context.sites):
+        note_compile_without_recipe()
+    _COMPILES += 1
+    report = report_of(context, _take_refusals())
+    report.compiles = _COMPILES
+    _LAST = report
+    _speak(context, report, recipe, strict)
+    inner = private.configured_post_grad_pass(patches)
+    identity = f"{source_hash()}:{_policies_fingerprint(context)}"
+    patches["post_grad_custom_post_pass"] = private.CacheIdentity(identity, inner)
+    compiled = private.compile_with_inductor(gm, inputs, patches)
+    report.seconds = time.perf_counter() - started
+    log.info("%s", report.summary())
+    return compiled
+
+
+def parse_options(mode: str | None, options: dict[str, Any]) -> tuple[Recipe | None, bool, dict[str, Any]]:
+    """`(recipe or None, strict, Inductor config patches)`. Raises LattnError for a key nobody knows."""
+    recipe = resolve_recipe(options["policy"]) if options.get("policy") is not None else None
+    mode = options.get("mode", mode)
+    try:
+        patches = private.inductor_options(mode)
+    except RuntimeError as error:
+        raise PolicyError(
+            "options['mode']",
+            got=repr(mode),
+            want="default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs",
+            remedy="Use one of torch.compile's modes.",
+        ) from error
+    for name in ("strict", "verify"):
+        if not isinstance(options.get(name, False), bool):
+            raise PolicyError(
+                f"options[{name!r}]", got=repr(options[name]), want="True or False", remedy="Pass a bool."
+            )
+    known = private.inductor_option_names()
+    for key, value in options.items():
+        if key in OWN_OPTIONS:
+            continue
+        name = key.replace("-", "_")
+        if name not in known:
+            raise PolicyError(
+                "options",
+                got=f"key {key!r}",
+                want=f"{', '.join(OWN_OPTIONS)}, or an option of Inductor",
+                remedy=f"Remove it.{nearest(key, [*OWN_OPTIONS, *known])}",
+            )
+        patches[name] = value
+    return recipe, bool(options.get("strict", False)), patches
+
+
+def _speak(context: PassContext, report: Report, recipe: Recipe | None, strict: bool) -> None:
+    """Say once what silence would hide; under `strict` raise it."""
+    spoken = list(context.warnings)
+    if not report.rewritten:
+        why = "; ".join(sorted({f"{s.reason.code}: {s.reason.text}" for s in report.left if s.reason}))
+        spoken.append(
+            "nothing was rewritten in a compiled graph: "
+            + (why or "no known recurrence was found in it (lc.inspect shows what is recognised)")
+        )
+    for text in spoken:
+        if strict:
+            raise RewriteError(
+                "options['strict']", got=text, want="every site rewritten as asked", remedy="Mend it or drop strict."
+            )
+        if text not in _SAID:
+            _SAID.add(text)
+            warnings.warn(text, LattnWarning, stacklevel=2)
+    if recipe is None and report.sites and not any(s.recipe for s in context.sites) and "no recipe" not in _SAID:
+        _SAID.add("no recipe")
+        log.warning('no policy in options and none attached: recurrences stay exact (options={"policy": ...})')
+
+
+def _take_refusals() -> list[capture.Refused]:
+    taken = list(capture.REFUSALS)
+    capture.REFUSALS.clear()
+    return taken
+
+
+def _policies_fingerprint(context: PassContext) -> str:
+    parts = [f"{s.id}={s.policy!r}" for s in context.sites]
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def source_hash() -> str:
+    """Hash of every source file of this package: an artifact made by other sources is never reused."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        digest.update(str(file.relative_to(root)).encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def last_report() -> Report | None:
+    """Report of the most recent compile in this process, with what Dynamo has counted until now.
+
+    None if nothing reached the backend; the log then says what Dynamo skipped.
+    """
+    counted = private.dynamo_counters()
+    skipped = counted["frames_total"] - counted["frames_ok"]
+    if _LAST is None:
+        log.warning(
+            "no graph has reached the lattn_compile backend: Dynamo saw %d frame(s) and skipped %d of them; "
+            "compile with fullgraph=True to see why",
+            counted["frames_total"],
+            skipped,
+        )
+        return None
+    _LAST.compiles = _COMPILES
+    _LAST.graph_breaks = [f"{why} (x{n})" for why, n in counted["graph_breaks"].items()]
+    _LAST.skipped_frames = [f"{skipped} of {counted['frames_total']} frames run uncompiled"] if skipped else []
+    return _LAST
+
+
+def _compiling_for_us() -> bool:
+    return private.compiling_options() is not None
+
+
+def _attached() -> tuple[tuple[str, str] | None, Recipe | None]:
+    """Attached path, group and recipe of the innermost marked module on the traced frames."""
+    for frame, variable in private.traced_modules():
+        module = variable.value
+        if GROUP in module.__dict__:
+            group = private.guarded_constant(frame, variable, GROUP)
+            return (module.__dict__[PATH], group), module.__dict__[RECIPE]
+    return None, None
+
+
+def _wire_capture() -> None:
+    capture.HOOKS.compiling_for_us = _compiling_for_us
+    capture.HOOKS.attached = _attached
+    capture.HOOKS.module_path = private.module_path
+    private.before_every_trace(capture.install)
+    capture.install()
+
+
+_wire_capture()

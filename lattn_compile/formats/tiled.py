@@ -1,0 +1,141 @@
+"""What int8 and fp8_e4m3 share: one code a value, one fp32 scale a tile (semantics §3)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lattn_compile.errors import FormatError
+from lattn_compile.formats.base import Encoded, Format, as_state, check_encoded
+from lattn_compile.formats.rounding import TINY, divide, invert, keep_where, rn16
+
+__all__ = ["TiledFormat", "column_tiles", "join_rows", "live_scale", "split_rows", "spread_columns"]
+
+_MAX_BLOCK = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class TiledFormat(Format):
+    """Codes with one scale for each tile of `block_k × block_v` values of one head's `[K, V]` state.
+
+    `None` means the whole axis; the last tile of an axis may be smaller. Tiles never span heads or sequences.
+
+    A tile's scale is `RN16(amax / largest)`, its codes `round(fl(x · fl(1/scale)))`. A tile with `amax < 2^-100` gets
+    codes 0 and scale 1; one with a NaN or an infinity gets codes 0 and scale NaN, so that all of it decodes to NaN.
+
+    Encoded: "codes" `[..., K, V]`, "state_scale" `[..., ceil(K/block_k), ceil(V/block_v)]` in the compute dtype.
+    """
+
+    block_v: int | None = 64
+    block_k: int | None = dataclasses.field(default=None, kw_only=True)
+
+    keys: ClassVar[tuple[str, ...]] = ("codes", "state_scale")
+    code_dtype: ClassVar[torch.dtype]
+    largest: ClassVar[float]
+
+    def __post_init__(self) -> None:
+        for name in ("block_v", "block_k"):
+            block = getattr(self, name)
+            if block is not None and (type(block) is not int or not 1 <= block <= _MAX_BLOCK):
+                raise FormatError(
+                    f"{type(self).__name__}.{name}",
+                    got=repr(block),
+                    want=f"an int from 1 to {_MAX_BLOCK}, or None for the whole axis",
+                    remedy="Choose a tile that fits the head, for example the default block_v=64, block_k=None.",
+                )
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.block_k or '*'}x{self.block_v or '*'}"
+
+    def _round(self, y: Tensor) -> Tensor:
+        """Scaled values, which it may overwrite, rounded to the numbers that codes stand for."""
+        raise NotImplementedError
+
+    def _quantize(self, S: Tensor) -> tuple[Tensor, Tensor]:
+        """Code values `[..., nK, block_k, V]` (K padded) and scales `[..., nK, 1, V or 1]`, a tile's repeated."""
+        x = split_rows(as_state(S), self.block_k)
+        amax = column_tiles(x.abs().amax(-2, keepdim=True), self.block_v)
+        scale, safe, live = live_scale(amax, rn16(divide(amax, self.largest)))
+        y = keep_where(live, x).mul_(invert(safe))
+        return self._round(y.clamp_(-self.largest, self.largest)), scale
+
+    def encode(self, S: Tensor) -> Encoded:
+        values, scale = self._quantize(S)
+        codes = join_rows(values.to(self.code_dtype), S.shape[-2])
+        tiles = scale.squeeze(-2)[..., :: self.block_v or 1]
+        return {"codes": codes.contiguous(), "state_scale": tiles.clone(memory_format=torch.contiguous_format)}
+
+    def decode(self, enc: Mapping[str, Tensor], *, shape: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        check_encoded(self, enc)
+        codes, scale = enc["codes"], enc["state_scale"]
+        K, V = codes.shape[-2:] if shape is None else shape[-2:]
+        check_encoded(self, enc, {"codes": (K, V), "state_scale": (_tiles(K, self.block_k), _tiles(V, self.block_v))})
+        values = split_rows(codes.to(scale.dtype), self.block_k)
+        S = join_rows(values.mul_(spread_columns(scale.unsqueeze(-2), self.block_v, V)), K)
+        return S.to(dtype or scale.dtype)
+
+    def qdq(self, S: Tensor) -> Tensor:
+        values, scale = self._quantize(S)
+        return join_rows(values.mul_(scale), S.shape[-2]).to(S.dtype)
+
+    def nbytes(self, K: int, V: int) -> int:
+        return K * V + 4 * _tiles(K, self.block_k) * _tiles(V, self.block_v)
+
+
+def _tiles(size: int, block: int | None) -> int:
+    return 1 if block is None else -(-size // block)
+
+
+def split_rows(x: Tensor, block: int | None) -> Tensor:
+    """`[..., K, V]` as `[..., nK, block, V]`: a view, or zero-padded where the last tile is smaller."""
+    K = x.shape[-2]
+    if block is None or block >= K:
+        return x.unsqueeze(-3)
+    if K % block:
+        x = pad(x, (0, 0, 0, -K % block))
+    return x.unflatten(-2, (-1, block))
+
+
+def join_rows(x: Tensor, K: int) -> Tensor:
+    """Undoes `split_rows`."""
+    if x.shape[-3] == 1:
+        return x.squeeze(-3)
+    x = x.flatten(-3, -2)
+    return x if x.shape[-2] == K else x.narrow(-2, 0, K)
+
+
+def column_tiles(amax: Tensor, block: int | None) -> Tensor:
+    """Maxima of columns, `[..., V]`, to those of tiles of `block` columns, repeated for each column.
+
+    Repeated, because products with a row `[1, V]` run three times as fast on a CPU as with a strided `[nV, 1]`, and
+    so one copy of the maxima serves scale, inverse and edge rules. One tile only: `[..., 1]`, which broadcasts.
+    """
+    V = amax.shape[-1]
+    if block == 1:
+        return amax
+    if block is None or block >= V:
+        return amax.amax(-1, keepdim=True)
+    if V % block:
+        amax = pad(amax, (0, -V % block))
+    return spread_columns(amax.unflatten(-1, (-1, block)).amax(-1), block, V)
+
+
+def spread_columns(tiles: Tensor, block: int | None, V: int) -> Tensor:
+    """Tile values `[..., nV]` repeated for each of the V columns; `[..., 1]` stays, for it broadcasts."""
+    if block is None or block == 1 or tiles.shape[-1] == 1:
+        return tiles
+    columns = tiles.unsqueeze(-1).expand(*tiles.shape, block).flatten(-2)
+    return columns if columns.shape[-1] == V else columns.narrow(-1, 0, V)
+
+
+def live_scale(amax: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The edge rules: (scale to store, finite scale to invert, is the tile live) from a NaN-propagating `amax`."""
+    finite = amax < torch.inf
+    live = (amax >= TINY).logical_and_(finite)
+    safe = torch.where(live, scale, 1.0)
+    return torch.where(finite, safe, torch.nan), safe, live

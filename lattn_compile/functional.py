@@ -1,0 +1,193 @@
+"""`lc.linear_attention`: one call for every recurrence, form and policy; eager, compiled or exported.
+
+It turns a policy into op arguments, carried states into tensors and cursors, and back. The computing is in the ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lattn_compile import phase
+from lattn_compile.errors import DtypeError, PolicyError, SequenceError, ShapeError, StateError
+from lattn_compile.ops.decode import CHECKPOINT_EVERY, checkpoint_interval
+from lattn_compile.ops.segments import next_cursor, split
+from lattn_compile.phase import Lengths, as_lengths
+from lattn_compile.policy import PRESETS, Policy
+from lattn_compile.state import EncodedState, from_raw
+
+__all__ = ["linear_attention"]
+
+_EXACT: dict[str, Any] = {"write": "exact", "state_format": "fp32", "readout": "before_write", "implementation": "auto"}
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    rule: str = "delta",
+    scale: float | None = None,
+    initial_state: Tensor | EncodedState | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    prefix_lengths: Lengths | None = None,
+    sequence_lengths: Lengths | None = None,
+    policy: Policy | str | None = None,
+    position: int | Tensor | None = None,
+    sequence_ids: Sequence[int] | Tensor | None = None,
+    site_id: int = 0,
+) -> tuple[Tensor, Tensor | EncodedState | None]:
+    """Linear attention with an optional decay and an optionally quantized state (semantics §1-5).
+
+        S~_t = exp(g_t) ∘ S_{t-1};  u_t = beta_t (v_t - S~_tᵀ k_t)  ["delta"]  or  beta_t v_t  ["additive"]
+        S_t = S~_t + k_t u_tᵀ;      o_t = scale · S_tᵀ q_t
+
+    Args:
+        q, k: `[B, T, H, K]`, bf16, fp16 or fp32 (fp64 on the reference kernels). Any strides, T >= 0.
+        v: `[B, T, HV, V]`, HV = R · H; value head j uses key head j // R.
+        g: log decay of one step (natural log, not cumulative, <= 0, -inf clears the state): `[B, T, HV]`, per key
+            channel `[B, T, HV, K]`, or None.
+        beta: write strength `[B, T, HV]` after its activation, [0, 2) is legal; None is 1.
+        rule: "delta" (DeltaNet, GDN, KDA) or "additive" (linear attention, RetNet, GLA, Lightning).
+        scale: of the queries, default K ** -0.5.
+        initial_state: `[N, HV, K, V]`, N = B or the number of packed sequences, or what an earlier call returned.
+        output_final_state: whether to return the state; else the second value is None.
+        use_qk_l2norm_in_kernel: x / sqrt(sum(x²) + 1e-6) on q and k first.
+        cu_seqlens: int32 or int64 `[N + 1]`, sequence boundaries of a packed batch with B = 1.
+        prefix_lengths: tokens before this are exact prefill. An int (clamped), a list or an int tensor, one a sequence;
+            default: that of the active `lc.training_phase`, else 0.
+        sequence_lengths: tokens at or beyond it vanish: output and gradient 0, whatever they hold. Default: the
+            phase's, else T.
+        policy: a `Policy` or a preset's name; None computes exactly.
+        position: absolute position of the first token, an int or an int tensor `[]` or `[N]`; sequence_ids: int `[N]`,
+            a caller's name for each sequence. Both key the stochastic rounding only; nearest rounding ignores them.
+        site_id: key of this call site, likewise.
+
+    Returns:
+        o `[B, T, HV, V]` in q's dtype, and the final state or None: a float32 Tensor `[N, HV, K, V]` (float64 for
+        float64 inputs) without a policy and under `Exact`, an `EncodedState` under `Token` and `Chunk`.
+
+    Raises:
+        ShapeError, DtypeError, SequenceError, StateError, PolicyError, FormatError: bad input, before any computation.
+        UnsupportedError: a part of the policy that is not built.
+    """
+    options = _EXACT if policy is None else _policy(policy).op_kwargs()
+    write, state_format = options["write"], options["state_format"]
+    chunk_size = options.get("chunk_size")
+    state, cursor = _carried(initial_state, write, state_format, chunk_size)
+
+    ambient_prefix, ambient_sequence = phase.current()
+    prefix = as_lengths("prefix_lengths", prefix_lengths) if prefix_lengths is not None else ambient_prefix
+    sequence = as_lengths("sequence_lengths", sequence_lengths) if sequence_lengths is not None else ambient_sequence
+    if write == "exact":
+        prefix = None  # it says where rounding begins, and nothing is rounded
+
+    if q.dim() != 4:
+        raise ShapeError("q", got=list(q.shape), want="[B, T, H, K]", remedy="The token axis comes before the heads.")
+    batch, tokens = q.shape[0], q.shape[1]
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    _check_identity(position, sequence_ids, sequences)
+
+    tensors = (q, k, v, g, beta, state, cu_seqlens, prefix, sequence, cursor)
+    common = {
+        **options,
+        "rule": rule,
+        "scale": q.shape[3] ** -0.5 if scale is None else scale,
+        "qk_l2norm": use_qk_l2norm_in_kernel,
+        "site_id": site_id,
+    }
+    if write == "token" or (write == "exact" and tokens == 1):
+        every = _checkpoint_every(tensors[:6], tokens)
+        o, final, _ = torch.ops.lattn.decode(*tensors, **common, checkpoint_every=every)
+    else:
+        o, final = torch.ops.lattn.chunk(*tensors, **common)
+    if not output_final_state:
+        return o, None
+    if write == "exact":
+        return o, final
+    segments = split(batch, tokens, cu_seqlens, prefix, sequence, q.device)
+    ragged = prefix is not None or sequence is not None or cu_seqlens is not None
+    return o, from_raw(
+        final,
+        next_cursor(segments, cursor, chunk_size),
+        state_format,
+        chunk_size=chunk_size,
+        # A token-mode call in which every sequence has a suffix token leaves no exact state.
+        keep_exact=write == "chunk" or ragged or tokens == 0,
+    )
+
+
+def _policy(policy: Policy | str) -> Policy:
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, str) and policy in PRESETS:
+        return PRESETS[policy]
+    raise PolicyError(
+        "policy",
+        got=repr(policy),
+        want=f"a Policy, None, or a preset: {', '.join(PRESETS)}",
+        remedy="A Recipe chooses by path; one call takes one policy.",
+    )
+
+
+def _carried(
+    state: Tensor | EncodedState | None, write: str, state_format: str, chunk_size: int | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The tensor that the op continues from, and the cursor that says what it is."""
+    if state is None or isinstance(state, Tensor):
+        return state, None
+    if not isinstance(state, EncodedState):
+        raise StateError(
+            "initial_state",
+            got=type(state).__name__,
+            want="a Tensor [N, HV, K, V], an EncodedState or None",
+            remedy="Pass what an earlier call returned.",
+        )
+    if write == "exact":
+        return state.dense(), None
+    mode = f"{write} {state_format}" + (f", chunk_size {chunk_size}" if chunk_size is not None else "")
+    if state.state_format != state_format or state.chunk_size not in (None, chunk_size):
+        raise StateError(
+            "initial_state",
+            got=repr(state),
+            want=f"a state of the policy's own mode, {mode}",
+            remedy="Continue under the policy that made it, or pass initial_state.dense() to round it anew.",
+        )
+    return state.raw(), state.cursor
+
+
+def _checkpoint_every(tensors: tuple[Tensor | None, ...], tokens: int) -> int:
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors):
+        return 0
+    # A graph serves many T: an interval that follows T would be a new constant, and a recompile, for each.
+    return CHECKPOINT_EVERY if torch.compiler.is_compiling() else checkpoint_interval(tokens)
+
+
+def _check_identity(position: int | Tensor | None, sequence_ids: Sequence[int] | Tensor | None, sequences: int) -> None:
+    for name, x, scalar in (("position", position, True), ("sequence_ids", sequence_ids, False)):
+        if x is None or (scalar and isinstance(x, int) and not isinstance(x, bool)):
+            continue
+        if isinstance(x, Tensor):
+            if x.dtype not in (torch.int32, torch.int64):
+                raise DtypeError(name, got=str(x.dtype), want="int32 or int64", remedy="It is a count, not a value.")
+            fits = (x.dim() == 0 and scalar) or (x.dim() == 1 and x.shape[0] == sequences)
+        elif isinstance(x, (list, tuple)) and not scalar:
+            if not all(isinstance(i, int) and not isinstance(i, bool) for i in x):
+                raise DtypeError(name, got=repr(x), want="ints", remedy="One int a sequence.")
+            fits = len(x) == sequences
+        else:
+            raise DtypeError(name, got=repr(x), want="an int or an int tensor", remedy="It is a count, not a value.")
+        if not fits:
+            raise SequenceError(
+                name,
+                got=f"{list(x.shape) if isinstance(x, Tensor) else len(x)}",
+                want=f"one a sequence, [N] = [{sequences}]",
+                remedy="N is the batch size, or len(cu_seqlens) - 1 for packed sequences.",
+            )

@@ -1,0 +1,125 @@
+"""Which tokens form which block, and in which order the blocks run.
+
+The chunk reference cuts every sequence into blocks of at most 64 tokens. A block never crosses a line of the
+quantization grid, so that a state is rounded only between blocks. Blocks are listed step-major: first every sequence's
+block 0, then every sequence's block 1, ..., sequences with more blocks first. The sequences that still run at a step
+are then the first rows of the state, their blocks are neighbouring rows of every tensor, and packed sequences of very
+different lengths cost what their tokens cost, not `N * max(length)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lattn_compile.kernels.reference.padding import Slots
+
+__all__ = ["MAX_BLOCK", "Schedule", "schedule"]
+
+MAX_BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Blocks of all sequences, step-major.
+
+    Attributes:
+        order: int64 `[N]`, the sequences sorted by falling number of blocks; rows of the running state.
+        steps: block rows of step j are `steps[j] : steps[j + 1]`; they belong to the first sequences of `order`.
+        index, valid: `[blocks, size]`, the token in each slot of each block (`padding.Slots`); `size` a power of two.
+        ends: per step, the rows (within the step) after whose block a grid line lies; None where there is none.
+        end_slot: slot of the last token before a grid line.
+        tokens: tokens a full block holds (`<= size`).
+    """
+
+    order: Tensor
+    steps: list[int]
+    index: Tensor
+    valid: Tensor
+    ends: list[Tensor | None]
+    end_slot: int
+    tokens: int
+
+    def slots(self, first: int, last: int) -> Slots:
+        """The slots of steps `first <= step < last`."""
+        rows = slice(self.steps[first], self.steps[last])
+        index, valid = self.index[rows], self.valid[rows]
+        if not bool(valid.all()):
+            return Slots(index, valid)
+        run = self.order.shape[0] == 1 and index.numel() > 0
+        return Slots(index, None, int(index[0, 0]) if run else None)
+
+    def spans(self, block_cost: int, budget: int) -> list[tuple[int, int]]:
+        """Runs of steps `(first, last)` whose blocks are processed together, at least 64 tokens of a sequence each.
+
+        A span is what lives in memory at a time, and one state a span is kept for the backward: below 64 tokens that
+        would be a state every few tokens.
+        """
+        spans, first, least = [], 0, -(-MAX_BLOCK // self.tokens)
+        while first < len(self.steps) - 1:
+            last = min(first + least, len(self.steps) - 1)
+            while last < len(self.steps) - 1 and (self.steps[last + 1] - self.steps[first]) * block_cost <= budget:
+                last += 1
+            spans.append((first, last))
+            first = last
+        return spans
+
+
+def schedule(starts: Tensor, lengths: Tensor, offsets: Tensor | None, grid: int | None) -> Schedule:
+    """Cuts sequences into blocks.
+
+    Args:
+        starts, lengths: int64 `[N]`, sequences as runs of flat tokens.
+        offsets: int64 `[N]`, tokens between the last grid line and a sequence's first token; None is 0.
+        grid: tokens between two grid lines; None when nothing is quantized, then blocks depend on the lengths only.
+            With a grid they depend on the grid only, so that cutting a sequence on it changes no block.
+
+    Reads the lengths on the host (a device sync off the CPU).
+    """
+    device, count = starts.device, starts.shape[0]
+    if grid is None:
+        longest = int(lengths.max()) if count else 0
+        chunk = tokens = min(MAX_BLOCK, _power_of_two(longest))
+    else:
+        chunk, tokens = grid, -(-grid // -(-grid // MAX_BLOCK))
+    size, per_chunk = _power_of_two(tokens), -(-chunk // tokens)
+    lead = torch.zeros_like(starts) if offsets is None else offsets % chunk
+
+    def block_of(position: Tensor) -> Tensor:
+        return position // chunk * per_chunk + position % chunk // tokens
+
+    first = block_of(lead)
+    blocks = torch.where(lengths > 0, block_of(lead + lengths - 1) - first + 1, 0)
+    order = torch.argsort(blocks, descending=True, stable=True)
+    sizes = blocks[order].tolist()
+    running, steps = count, [0]
+    for j in range(sizes[0] if sizes else 0):
+        while sizes[running - 1] <= j:
+            running -= 1
+        steps.append(steps[-1] + running)
+
+    bounds = torch.tensor(steps, device=device)
+    step = torch.repeat_interleave(bounds.diff())
+    sequence = order[torch.arange(steps[-1], device=device) - bounds[step]]
+    block = first[sequence] + step
+    inside = block % per_chunk * tokens
+    slot = torch.arange(size, device=device)
+    # Position on the grid of every slot, then the token of the sequence that stands there.
+    token = (block // per_chunk * chunk + inside - lead[sequence])[:, None] + slot
+    valid = (slot < tokens) & (inside[:, None] + slot < chunk) & (token >= 0) & (token < lengths[sequence][:, None])
+    index = torch.where(valid, starts[sequence][:, None] + token, 0)
+
+    ends: list[Tensor | None] = [None] * (len(steps) - 1)
+    end_slot = chunk - 1 - (per_chunk - 1) * tokens
+    if grid is not None:
+        at_line = valid[:, end_slot] & (block % per_chunk == per_chunk - 1)
+        for j in range(len(ends)):
+            rows = at_line[steps[j] : steps[j + 1]].nonzero()[:, 0]
+            ends[j] = rows if rows.numel() else None
+    return Schedule(order, steps, index, valid, ends, end_slot, tokens)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()

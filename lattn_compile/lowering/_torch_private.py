@@ -1,0 +1,181 @@
+"""Every use of torch's private interfaces, in one place, with what it stands on.
+
+Tested on torch 2.11 to 2.13. When a torch release moves something, this file and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+BACKEND = "lattn_compile"
+
+__all__ = [
+    "BACKEND",
+    "CacheIdentity",
+    "before_every_trace",
+    "compile_with_inductor",
+    "compiling_options",
+    "dynamo_counters",
+    "inductor_options",
+    "module_path",
+    "traced_modules",
+]
+
+
+def before_every_trace(callback: Callable[[], None]) -> None:
+    """Run `callback` before Dynamo traces a frame, whatever the backend. (`torch._dynamo.callback`)"""
+    from torch._dynamo.callback import on_compile_start
+
+    @on_compile_start
+    def _start(args: Any) -> None:
+        callback()
+
+
+def _translator() -> Any | None:
+    try:
+        return InstructionTranslator.current_tx()
+    except AttributeError:  # no trace is running on this thread
+        return None
+
+
+def compiling_options() -> dict[str, Any] | None:
+    """Keyword arguments (`mode`, `options`) of the `lattn_compile` backend whose trace is running, None if another's.
+
+    Dynamo wraps the backend in layers (debug wrapper, `_TorchCompileWrapper`); the name shows through all of them.
+    """
+    tx = _translator()
+    if tx is None:
+        return None
+    fn: Any = tx.output.compiler_fn
+    for _ in range(8):
+        if getattr(fn, "compiler_name", None) == BACKEND or getattr(fn, "__name__", None) == BACKEND:
+            break
+        fn = _inner(fn)
+        if fn is None:
+            return None
+    while fn is not None:
+        kwargs = getattr(fn, "kwargs", None)
+        if isinstance(kwargs, dict):
+            return kwargs
+        fn = _inner(fn)
+    return {}
+
+
+def _inner(fn: Any) -> Any | None:
+    for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "__wrapped__", "compiler_fn"):
+        inner = getattr(fn, name, None)
+        if inner is not None and inner is not fn:
+            return inner
+    return None
+
+
+def traced_modules() -> list[tuple[Any, Any]]:
+    """`(frame, Dynamo's variable)` for the modules on the frame stack being traced, innermost first.
+
+    A variable's `.value` is the module. Reading a constant attribute through `guarded_constant` also guards it.
+    """
+    tx = _translator()
+    frame = None if tx is None else tx.output.current_tx
+    found: list[tuple[Any, Any]] = []
+    while frame is not None:
+        for local in frame.symbolic_locals.values():
+            # A module whose code is running has been realized; realizing others would add guards of our making.
+            realized = isinstance(local, LazyVariableTracker) and local.is_realized()
+            variable = local.realize() if realized else local
+            if isinstance(variable, UnspecializedNNModuleVariable):
+                found.append((frame, variable))
+                break
+        frame = getattr(frame, "parent", None)
+    return found
+
+
+def guarded_constant(frame: Any, variable: Any, name: str) -> Any:
+    """The constant attribute `name` of a traced module, with a guard: another value means another graph."""
+    attribute = variable.var_getattr(frame, name)
+    if hasattr(attribute, "realize"):
+        attribute = attribute.realize()
+    return attribute.as_python_constant()
+
+
+def traced_path() -> str:
+    """Module path of the frame being traced, as in `node.meta["nn_module_stack"]`."""
+    tx = _translator()
+    if tx is None:
+        return ""
+    stack = tx.output.current_tx.nn_module_stack
+    return module_path(list(stack.values())[-1][0]) if stack else ""
+
+
+def module_path(raw: str) -> str:
+    """`L['self']._modules['model'].layers.3.attn`, in any of Dynamo's spellings, as `model.layers.3.attn`."""
+    path = re.sub(r"^L\[['\"]\w+['\"]\]", "", raw)
+    path = re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]", r".\1", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    path = path.replace("._orig_mod", "")
+    return path.strip(".")
+
+
+def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    """AOTAutograd and Inductor on `gm`, which is taken over. (`torch._inductor.compile_fx.compile_fx`)"""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, inputs, config_patches=patches)  # type: ignore[return-value]
+
+
+def inductor_options(mode: str | None, dynamic: bool | None = None) -> dict[str, Any]:
+    """Inductor's config for one of torch.compile's modes. Raises RuntimeError naming the known ones."""
+    from torch._inductor import list_mode_options
+
+    return {} if mode in (None, "default") else dict(list_mode_options(mode, dynamic))
+
+
+def inductor_option_names() -> frozenset[str]:
+    from torch._inductor import config
+
+    return frozenset(config.get_config_copy())
+
+
+def dynamo_counters() -> dict[str, Any]:
+    """Graph breaks by reason and frames seen, since the process started. (`torch._dynamo.utils.counters`)"""
+    from torch._dynamo.utils import counters
+
+    return {
+        "graph_breaks": dict(counters["graph_break"]),
+        "frames_total": counters["frames"]["total"],
+        "frames_ok": counters["frames"]["ok"],
+    }
+
+
+class CacheIdentity(CustomGraphPass):
+    """A pass that does nothing but stand in Inductor's cache keys: sources of this package and the policy.
+
+    Without it a change in a kernel, a fake or a backward formula would be served from a stale artifact: only op names
+    and their arguments are in the key. A pass that was configured before is kept and run.
+    """
+
+    def __init__(self, identity: str, inner: Any | None = None) -> None:
+        self.identity, self.inner = identity, inner
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.inner is not None:
+            self.inner(graph)
+
+    def uuid(self) -> Any:
+        inner = self.inner.uuid() if isinstance(self.inner, CustomGraphPass) else None
+        return (self.identity, inner)
+
+
+def configured_post_grad_pass(patches: dict[str, Any]) -> Any | None:
+    """The post-grad pass that user options or Inductor's global config ask for."""
+    from torch._inductor import config
+
+    return patches.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)

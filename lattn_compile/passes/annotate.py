@@ -1,0 +1,85 @@
+"""Annotate: give every site its policy, or the reason why it keeps the exact op it was captured as."""
+
+from __future__ import annotations
+
+import torch
+
+from lattn_compile.errors import FormatError, Reason, reason
+from lattn_compile.passes.context import PassContext, SiteNode, shape_of, value_of
+from lattn_compile.policy import Exact, Policy, Recipe, Token
+
+
+def run(context: PassContext) -> None:
+    hits: dict[int, set[int]] = {}
+    recipes: dict[int, Recipe] = {}
+    for site in context.sites:
+        recipe = context.recipe or site.recipe
+        if site.arguments["write"] != "exact":
+            site.reason = reason("EXPLICIT_POLICY")
+            continue
+        if recipe is None:
+            site.policy = Policy(write=Exact())
+            continue
+        recipes[id(recipe)] = recipe
+        site.rule_index, site.policy = recipe.resolve(site.id)
+        if site.rule_index is not None:
+            hits.setdefault(id(recipe), set()).add(site.rule_index)
+        if site.policy is None:
+            site.reason = reason("NO_RULE" if site.rule_index is None else "RULE_NONE")
+            continue
+        site.policy.require_built()
+        site.reason = _obstacle(site, site.policy)
+    for key, recipe in recipes.items():
+        _warn_about_idle_rules(context, recipe, hits.get(key, set()))
+    _warn_about_missing_phase(context)
+
+
+def _obstacle(site: SiteNode, policy: Policy) -> Reason | None:
+    """Why `policy` cannot be carried by this site, if so."""
+    if isinstance(policy.write, Exact):
+        return None
+    state = site.arguments["initial_state"]
+    if state is not None:
+        dtype = value_of(state).dtype
+        if dtype not in (torch.float32, torch.float64):
+            return reason("STATE_DTYPE", f"the initial state is {dtype}")
+    survives_rounding_again = (
+        isinstance(policy.write, Token) and policy.rounding == "nearest" and policy.feedback is None
+    )
+    if (state is not None or site.used(1)) and not survives_rounding_again:
+        return reason("DENSE_CACHE", f"the policy is {policy!r}")
+    shape_k, shape_v = shape_of(site.arguments["k"]), shape_of(site.arguments["v"])
+    if shape_k is not None and shape_v is not None:
+        try:
+            policy.state.check(shape_k[-1], shape_v[-1])
+        except FormatError as error:
+            return reason("FORMAT_SHAPE", str(error))
+    return None
+
+
+def _warn_about_idle_rules(context: PassContext, recipe: Recipe, hit: set[int]) -> None:
+    for index, (glob, _) in enumerate(recipe.rules):
+        if glob != "*" and index not in hit:
+            paths = ", ".join(sorted({s.path or "<root>" for s in context.sites})) or "none"
+            context.warnings.append(
+                f"recipe rule {index} ({glob!r}) matched no site of this graph; its sites: {paths}. "
+                "Paths are relative to the compiled module; lc.attach(model, recipe) gives them in full."
+            )
+
+
+def _warn_about_missing_phase(context: PassContext) -> None:
+    silent = [
+        s
+        for s in context.sites
+        if context.training
+        and s.policy is not None
+        and s.reason is None
+        and not isinstance(s.policy.write, Exact)
+        and s.form == "chunk"
+        and s.arguments["prefix_lengths"] is None
+    ]
+    if silent:
+        context.warnings.append(
+            f"training without a phase: {len(silent)} chunk-form site(s) are all prefix, so nothing is quantized. "
+            "Wrap the step in lc.training_phase(prefix_lengths)."
+        )

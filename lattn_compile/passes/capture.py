@@ -1,0 +1,301 @@
+"""Capture: calls of known library functions become one `lattn::` node each, before anyone can trace into them.
+
+Three tracers have to be reached, each in its own way:
+
+* Dynamo (torch.compile, strict export) asks `substitute_in_graph` for a stand-in by the function's identity, so a
+  reference that was bound long ago, a `self.rule`, a partial, or a function marked `torch.compiler.disable` is caught.
+  The stand-in is process-wide and cannot be taken back: it therefore decides at trace time, and for every other
+  backend it traces a copy of the original.
+* Non-strict export runs Python, so while `capture()` is active the function's code object is swapped for a
+  trampoline. That too reaches every bound reference, and it is undone on exit.
+* Everyone else (eager, other backends) is not affected.
+
+The captured node is the *exact* op: it means what the library function means. Policies are put on it later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lattn_compile.ops  # noqa: F401  (registers the ops that capture emits)
+from lattn_compile import phase
+from lattn_compile.recurrence import BY_NAME, KINDS, KnownCall, Recurrence
+from lattn_compile.recurrence.linear import normalize as normalize_output
+
+META = "lattn"  # key in node.meta["custom"]
+
+
+@dataclass(frozen=True)
+class SiteContext:
+    """What is known about a captured call only while it is traced.
+
+    `attached` is the full path and policy group that `lc.attach` left on the innermost module, or None.
+    """
+
+    call: str
+    kind: str
+    attached: tuple[str, str] | None = None
+    recipe: Any = None
+
+
+@dataclass
+class Refused:
+    """A known call that was left alone, and why."""
+
+    call: str
+    why: str
+
+
+def _never() -> bool:
+    return False
+
+
+def _no_context() -> tuple[tuple[str, str] | None, Any]:
+    return None, None
+
+
+@dataclass
+class Hooks:
+    """What capture needs to know about the tracer; set by the backend, since only it may use torch's internals.
+
+    `compiling_for_us()` says whether the trace now running was started by our backend; `attached()` returns the
+    attached site and recipe of the module being traced, guarding the trace on them.
+    """
+
+    compiling_for_us: Callable[[], bool] = _never
+    attached: Callable[[], tuple[tuple[str, str] | None, Any]] = _no_context
+    module_path: Callable[[str], str] = str
+
+
+HOOKS = Hooks()
+CONTEXTS: dict[int, SiteContext] = {}
+REFUSALS: list[Refused] = []
+_COUNTER = itertools.count(1)
+_LOCK = threading.RLock()
+_MAX_CONTEXTS = 4096  # abandoned traces leave contexts behind; more than this many live sites is not a real model
+
+
+@dataclass(eq=False)
+class _Known:
+    """A resolved library function: the object, its original code, and the call it is."""
+
+    call: KnownCall
+    kind: str
+    key: str
+    function: types.FunctionType
+    code: types.CodeType
+    copy: types.FunctionType = field(init=False)
+
+    def __post_init__(self) -> None:
+        f = self.function
+        copy = types.FunctionType(self.code, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+        copy.__kwdefaults__ = f.__kwdefaults__
+        copy.__dict__.update(f.__dict__)
+        copy.__qualname__ = f.__qualname__
+        self.copy = copy
+
+
+_KNOWN: dict[int, _Known] = {}
+_ACTIVE_CAPTURES = 0
+
+
+def _modules(pattern: str) -> Iterator[types.ModuleType]:
+    if "*" not in pattern:
+        if (module := sys.modules.get(pattern)) is not None:
+            yield module
+        return
+    prefix, depth = pattern.split("*")[0], pattern.count(".")
+    for name, module in list(sys.modules.items()):
+        if name.startswith(prefix) and name.count(".") == depth and isinstance(module, types.ModuleType):
+            yield module
+
+
+def _resolve() -> Iterator[tuple[KnownCall, str, str, types.FunctionType]]:
+    """Known functions in the modules imported so far, wrapped ones included, without importing anything."""
+    for kind in KINDS:
+        for call in kind.calls:
+            for module in _modules(call.module):
+                # vars(), not getattr: a lazy module's __getattr__ would import half of transformers.
+                f = vars(module).get(call.name)
+                seen = 0
+                while isinstance(f, types.FunctionType) and seen < 8:
+                    yield call, kind.name, f"{module.__name__}.{call.name}", f
+                    f, seen = getattr(f, "__wrapped__", None), seen + 1
+
+
+def install() -> None:
+    """Make the known functions imported so far capturable. Idempotent; called before every trace."""
+    with _LOCK:
+        for call, kind, key, function in list(_resolve()):
+            if id(function) in _KNOWN:
+                continue
+            known = _Known(call, kind, key, function, function.__code__)
+            _KNOWN[id(function)] = known
+            torch.compiler.substitute_in_graph(function, skip_signature_check=True)(_stand_in(known))
+            if _ACTIVE_CAPTURES:
+                _swap(known)
+
+
+@torch.compiler.assume_constant_result
+def _captures() -> bool:
+    """Whether the trace now running is ours (evaluated while tracing, never guarded)."""
+    return _ACTIVE_CAPTURES > 0 or HOOKS.compiling_for_us()
+
+
+@torch.compiler.assume_constant_result
+def _open_site(key: str, kind: str) -> str:
+    """Remember the trace-time context of one captured call; the tag finds it again from the node."""
+    attached, recipe = HOOKS.attached()
+    with _LOCK:
+        index = next(_COUNTER)
+        CONTEXTS[index] = SiteContext(key, kind, attached, recipe)
+        if len(CONTEXTS) > _MAX_CONTEXTS:
+            del CONTEXTS[next(iter(CONTEXTS))]
+    return f"{kind}:{key}:{index}"
+
+
+@torch.compiler.assume_constant_result
+def _note_refusal(key: str, why: str) -> bool:
+    REFUSALS.append(Refused(key, why))
+    return True
+
+
+def _stand_in(known: _Known) -> Callable[..., Any]:
+    key, kind, form, adapter, copy = known.key, known.kind, known.call.form, known.call.adapter, known.copy
+
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        if not _captures():
+            return copy(*args, **kwargs)
+        call = adapter(*args, **kwargs)
+        if isinstance(call, str):
+            _note_refusal(key, call)
+            return copy(*args, **kwargs)
+        return emit(call, kind, form, _open_site(key, kind))
+
+    return captured
+
+
+def emit(call: Recurrence, kind: str, form: str, tag: str) -> tuple[Tensor, Any]:
+    """The exact op for one recurrence call, with its layout and normaliser around it as plain torch.
+
+    Args:
+        call: the normalised call. kind: name of its kind. form: "chunk" or "recurrent".
+        tag: what is written to the nodes' `meta["custom"]["lattn"]`.
+    Returns:
+        `(o, final_state)` in the library's own convention.
+    """
+    rule = BY_NAME[kind].rule
+    state = call.initial_state
+    if state is not None and call.state_v_first:
+        state = state.transpose(-1, -2)
+    scale = call.k.shape[-1] ** -0.5 if call.scale is None else call.scale
+    prefix, sequence = phase.current()
+    with torch.fx.traceback.annotate({META: tag}):
+        if form == "chunk":
+            o, final = torch.ops.lattn.chunk(
+                call.q,
+                call.k,
+                call.v,
+                call.g,
+                call.beta,
+                state,
+                call.cu_seqlens,
+                prefix,
+                sequence,
+                None,
+                rule=rule,
+                scale=scale,
+                qk_l2norm=call.qk_l2norm,
+            )
+        else:
+            o, final, _ = torch.ops.lattn.decode(
+                call.q,
+                call.k,
+                call.v,
+                call.g,
+                call.beta,
+                state,
+                call.cu_seqlens,
+                prefix,
+                sequence,
+                None,
+                rule=rule,
+                scale=scale,
+                qk_l2norm=call.qk_l2norm,
+            )
+    final_state: Any = final.transpose(-1, -2) if call.state_v_first else final
+    if not call.output_final_state:
+        final_state = None
+    if call.normalize:
+        o, z_state = normalize_output(o, call.q, call.k, scale, call.z_state)
+        final_state = (final_state, z_state)
+    return o, final_state
+
+
+def run_captured(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a swapped function runs while `capture()` is active."""
+    known = _KNOWN[index]
+    call = known.call.adapter(*args, **kwargs)
+    if isinstance(call, str):
+        REFUSALS.append(Refused(known.key, call))
+        return known.copy(*args, **kwargs)
+    return emit(call, known.kind, known.call.form, f"{known.kind}:{known.key}:0")
+
+
+def _trampoline(known: _Known) -> types.CodeType:
+    """Code that calls `run_captured`, closing over the same number of cells as the function it stands in for."""
+    cells = known.code.co_freevars
+    keep = f"        ({', '.join(cells)},)\n" if cells else ""
+    source = (
+        f"def outer({', '.join(cells)}):\n"
+        "    def captured(*args, **kwargs):\n"
+        f"{keep}"
+        "        from lattn_compile.passes.capture import run_captured\n"
+        f"        return run_captured({id(known.function)}, args, kwargs)\n"
+        "    return captured\n"
+    )
+    scope: dict[str, Any] = {}
+    exec(compile(source, "<lattn_compile capture>", "exec"), scope)
+    return scope["outer"](*cells).__code__
+
+
+def _swap(known: _Known) -> None:
+    known.function.__code__ = _trampoline(known)
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[None]:
+    """While active, known library calls become one node each in whatever is traced.
+
+    Put it around `torch.export.export(...)` (strict or not) or `make_fx`. It swaps functions of the libraries for the
+    whole process until it is left, so do not run other threads' models through them meanwhile. Nests.
+
+    Example:
+        >>> with lc.capture():
+        ...     program = torch.export.export(model, (input_ids,))
+    """
+    global _ACTIVE_CAPTURES
+    install()
+    with _LOCK:
+        _ACTIVE_CAPTURES += 1
+        if _ACTIVE_CAPTURES == 1:
+            for known in _KNOWN.values():
+                _swap(known)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _ACTIVE_CAPTURES -= 1
+            if _ACTIVE_CAPTURES == 0:
+                for known in _KNOWN.values():
+                    known.function.__code__ = known.code

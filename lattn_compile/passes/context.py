@@ -1,0 +1,74 @@
+"""What passes hand to one another: the graph, the recipe, and the sites found so far."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from lattn_compile.errors import Reason
+from lattn_compile.policy import Policy, Recipe
+from lattn_compile.recurrence import Kind
+
+
+@dataclass
+class SiteNode:
+    """One recurrence in the graph.
+
+    `arguments` are the op's, by schema name, defaults filled in, and are what `replace` writes back: a pass that
+    changes one changes the op. `form` is "chunk" or "recurrent" as the call was written.
+    """
+
+    node: fx.Node
+    kind: Kind
+    form: str
+    call: str
+    path: str
+    source: str | None
+    arguments: dict[str, Any]
+    recipe: Recipe | None = None
+    policy: Policy | None = None
+    rule_index: int | None = None
+    reason: Reason | None = None
+    folded: list[str] = field(default_factory=list)
+    id: str = ""
+
+    def output(self, index: int) -> list[fx.Node]:
+        """Nodes that take the op's output `index`."""
+        return [u for u in self.node.users if u.target is operator.getitem and u.args[1] == index]
+
+    def used(self, index: int) -> bool:
+        return any(u.users for u in self.output(index))
+
+
+@dataclass
+class PassContext:
+    """One graph on its way through the passes.
+
+    Attributes:
+        module: the GraphModule or ExportedProgram's module being rewritten in place.
+        recipe: policies by path; None leaves every site exact, as captured.
+        training: whether the graph will be differentiated.
+    """
+
+    module: fx.GraphModule
+    recipe: Recipe | None
+    training: bool = False
+    sites: list[SiteNode] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def value_of(node: Any) -> Any:
+    """The fake value of a node of a Dynamo graph (`example_value`) or ATen graph (`val`); a constant is itself."""
+    if isinstance(node, fx.Node):
+        return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
+    return node
+
+
+def shape_of(node: Any) -> tuple[Any, ...] | None:
+    value = value_of(node)
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None

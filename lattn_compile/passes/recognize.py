@@ -1,0 +1,88 @@
+"""Recognize: list the recurrences of a graph.
+
+Captured library calls and `lc.linear_attention` stand in the graph as one op each; their kind follows from the rule and
+the shape of the decay, not from a name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import fx
+
+from lattn_compile.passes import capture
+from lattn_compile.passes.context import PassContext, SiteNode, shape_of
+from lattn_compile.recurrence import classify
+
+_FORMS = {"lattn::chunk": "chunk", "lattn::decode": "recurrent"}
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
+
+
+def run(context: PassContext) -> None:
+    counts: dict[tuple[str, str], int] = {}
+    for node in context.module.graph.nodes:
+        overload = overload_of(node)
+        if overload is None or overload._schema.name not in _FORMS:
+            continue
+        site = _site(node, overload)
+        key = (site.path, site.kind.name)
+        number = counts[key] = counts.get(key, -1) + 1
+        site.id = f"{site.path}/{site.kind.name}#{number}"
+        context.sites.append(site)
+
+
+def overload_of(node: fx.Node) -> torch._ops.OpOverload | None:
+    """The `lattn` overload a node calls. Dynamo records packets, ATen graphs record overloads."""
+    target = node.target
+    if node.op != "call_function":
+        return None
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = target.default
+    return target if isinstance(target, torch._ops.OpOverload) and target.namespace == "lattn" else None
+
+
+def _site(node: fx.Node, overload: torch._ops.OpOverload) -> SiteNode:
+    arguments: dict[str, Any] = {}
+    for i, a in enumerate(overload._schema.arguments):
+        if i < len(node.args):
+            arguments[a.name] = node.args[i]
+        else:
+            arguments[a.name] = node.kwargs.get(a.name, a.default_value)
+    g = arguments["g"]
+    decay = "none" if g is None else ("head" if len(shape_of(g) or ()) == 3 else "channel")
+    tag = str((node.meta.get("custom") or {}).get(capture.META, ""))
+    call, saved = _from_tag(tag)
+    path = (saved.attached[0] if saved and saved.attached else "") or module_path_of(node)
+    return SiteNode(
+        node=node,
+        kind=classify(arguments["rule"], decay),
+        form=_FORMS[overload._schema.name],
+        call=call,
+        path=path,
+        source=source_of(node),
+        arguments=arguments,
+        recipe=saved.recipe if saved else None,
+    )
+
+
+def _from_tag(tag: str) -> tuple[str, capture.SiteContext | None]:
+    """`kind:qualified.call:index`, as capture wrote it; an op that the user called has none."""
+    parts = tag.split(":")
+    if len(parts) != 3:
+        return "lattn_compile.linear_attention", None
+    return parts[1], capture.CONTEXTS.pop(int(parts[2]), None)
+
+
+def module_path_of(node: fx.Node) -> str:
+    """Path of the innermost module a node was traced in, `model.layers.3.linear_attn`; "" at the root."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return capture.HOOKS.module_path(list(stack.values())[-1][0]) if stack else ""
+
+
+def source_of(node: fx.Node) -> str | None:
+    """`file:line` of the innermost frame that is the model's own, not this package's."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [f"{file}:{line}" for file, line in frames if "/lattn_compile/" not in file.replace("\\", "/")]
+    return own[-1] if own else None

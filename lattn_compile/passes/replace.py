@@ -1,0 +1,69 @@
+"""Replace: write the op that carries each site's policy. A site with a reason keeps the exact op it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from lattn_compile.passes.context import PassContext, SiteNode
+from lattn_compile.policy import Exact
+
+# Distance of the state checkpoints that a token-by-token forward leaves for its backward; one state costs about as
+# much memory as the inputs of this many tokens.
+CHECKPOINT_EVERY = 64
+
+
+def run(context: PassContext) -> None:
+    graph = context.module.graph
+    for number, site in enumerate(context.sites):
+        if site.policy is None or site.reason is not None:
+            site.node = _write(graph, site, site.node.target, {}, number, context.training)
+            continue
+        target, options = _choose(site)
+        site.node = _write(graph, site, target, options, number, context.training)
+    graph.eliminate_dead_code()
+    context.module.recompile()
+
+
+def _choose(site: SiteNode) -> tuple[Any, dict[str, Any]]:
+    """The op and its policy arguments.
+
+    A chunk-form call outside a phase is all prefix, which no policy quantizes: it stays the exact chunk op, whatever
+    the policy. With lengths, or in recurrent form, the op is that of the policy's write mode.
+    """
+    assert site.policy is not None
+    chunk, decode = torch.ops.lattn.chunk.default, torch.ops.lattn.decode.default
+    all_prefix = site.form == "chunk" and site.arguments["prefix_lengths"] is None
+    options = site.policy.op_kwargs()
+    if isinstance(site.policy.write, Exact) or all_prefix:
+        return (chunk if site.form == "chunk" else decode), {"implementation": options["implementation"]}
+    return (chunk if options["write"] == "chunk" else decode), options
+
+
+def _write(
+    graph: fx.Graph, site: SiteNode, target: Any, options: dict[str, Any], number: int, training: bool
+) -> fx.Node:
+    old = site.node
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = target.default
+    names = [a.name for a in target._schema.arguments]
+    values = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
+    values.update({k: v for k, v in site.arguments.items() if k in names})
+    values.update(options)
+    if "checkpoint_every" in names and training:
+        values["checkpoint_every"] = CHECKPOINT_EVERY
+    values["site_id"] = number
+    positional = [a.name for a in target._schema.arguments if not a.kwarg_only]
+    kwargs = {
+        a.name: values[a.name]
+        for a in target._schema.arguments
+        if a.kwarg_only and not (a.has_default_value() and values[a.name] == a.default_value)
+    }
+    with graph.inserting_before(old):
+        new = graph.call_function(target, tuple(values[n] for n in positional), kwargs)
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    graph.erase_node(old)
+    return new

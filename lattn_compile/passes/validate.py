@@ -1,0 +1,41 @@
+"""Validate: after the rewrite the graph is well formed and every site gives what it gave, in shape and dtype."""
+
+from __future__ import annotations
+
+import torch
+
+from lattn_compile.errors import RewriteError
+from lattn_compile.passes.context import PassContext, SiteNode, value_of
+from lattn_compile.passes.recognize import overload_of
+
+
+def run(context: PassContext) -> None:
+    context.module.graph.lint()
+    for site in context.sites:
+        _same_outputs(site)
+
+
+def _same_outputs(site: SiteNode) -> None:
+    """Run the new op's fake on the site's fake arguments and compare with what the graph held before."""
+    before = value_of(site.node)
+    overload = overload_of(site.node)
+    if before is None or overload is None:
+        return
+    args = torch.utils._pytree.tree_map_only(torch.fx.Node, value_of, (site.node.args, site.node.kwargs))
+    fake = next((a.fake_mode for a in args[0] if hasattr(a, "fake_mode")), None)
+    if fake is None:
+        return
+    with fake, torch.no_grad():
+        after = overload(*args[0], **args[1])
+    for index, name in enumerate(("o", "final_state")):
+        was, now = before[index], after[index]
+        if was.dtype != now.dtype or tuple(was.shape) != tuple(now.shape):
+            raise RewriteError(
+                f"{site.id}.{name}",
+                got=f"{now.dtype} {list(now.shape)} after the rewrite",
+                want=f"{was.dtype} {list(was.shape)} as before it",
+                remedy="This is a fault of lattn_compile; report it with the graph.",
+            )
+    for key in ("val", "example_value"):
+        if key in site.node.meta:
+            site.node.meta[key] = after

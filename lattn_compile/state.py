@@ -1,0 +1,242 @@
+"""A recurrent state that travels: `EncodedState`, what token and chunk modes carry from call to call (semantics §3, 5).
+
+One pytree holds codes, scales and cursors together, so that a copy, a reordering or a save cannot take one without the
+others. A carried encoded state is decoded, never encoded again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lattn_compile import codec
+from lattn_compile.errors import DtypeError, ShapeError, StateError, UnsupportedError
+from lattn_compile.formats import Format, parse
+
+__all__ = ["EncodedState", "ReplayState", "decode_state", "encode_state"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EncodedState:
+    """A state `[N, HV, K, V]` as it is stored, with what continues it bit for bit.
+
+    Made by `lc.linear_attention` (policies `Token` and `Chunk`) and `lc.encode_state`; legal as `initial_state` of the
+    next call under the same policy, and as a dense start (`dense()`) of an exact one.
+
+    Attributes:
+        state_format: the format's spec, e.g. "int8/*x64"; `fmt` is the format itself.
+        tensors: codes and scales by name, as `fmt.encode` makes them.
+        cursor: int32 `[N]`. -1: this sequence is exact, its hand-over (rounding) is still to come. Otherwise, token
+            mode: 0; chunk mode: tokens since the last rounding, 0 <= cursor < chunk_size.
+        exact: float32 `[N, HV, K, V]`, the state of the sequences that are not (only) what `tensors` say: at cursor -1,
+            and inside a chunk. None where no sequence can be there. Float64 if the inputs were.
+        values: the decoded values, `[N, HV, K, V]`; they carry the gradient. None in a loaded state.
+        chunk_size: of the chunk mode; None in token mode.
+        shape: (K, V). dtype: what `dense()` returns.
+    """
+
+    state_format: str
+    tensors: dict[str, Tensor]
+    cursor: Tensor
+    exact: Tensor | None = None
+    values: Tensor | None = None
+    chunk_size: int | None = None
+    shape: tuple[int, int] = (0, 0)
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def fmt(self) -> Format:
+        return parse(self.state_format)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what has to be stored: codes, scales, cursors and `exact`; `values` only emulate."""
+        stored = [*self.tensors.values(), self.cursor, *([] if self.exact is None else [self.exact])]
+        return sum(x.numel() * x.element_size() for x in stored)
+
+    def decoded(self) -> Tensor:
+        """What codes and scales say, `[N, HV, K, V]`."""
+        if self.values is not None:
+            return self.values
+        return codec.decode_tensors(self.tensors, self.state_format, self.shape, self.dtype)
+
+    def dense(self) -> Tensor:
+        """The state as a reader sees it, `[N, HV, K, V]`: exact where it was not handed over yet, else decoded."""
+        values = self.decoded()
+        if self.exact is None:
+            return values
+        return torch.where(self.cursor.view(-1, 1, 1, 1) < 0, self.exact, values)
+
+    def raw(self) -> Tensor:
+        """What the ops continue from: exact also inside a chunk."""
+        return self.decoded() if self.exact is None else self.exact
+
+    def index_select(self, index: Tensor) -> EncodedState:
+        """The sequences `index` (int `[M]`), for reordering beams or dropping finished ones."""
+        return self._map(lambda x: x.index_select(0, index))
+
+    def detach(self) -> EncodedState:
+        """Cuts the gradient, for truncated back-propagation."""
+        return self._map(lambda x: x.detach())
+
+    def to(self, device: torch.device | str) -> EncodedState:
+        return self._map(lambda x: x.to(device))
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> EncodedState:
+        return dataclasses.replace(
+            self,
+            tensors={name: fn(x) for name, x in self.tensors.items()},
+            cursor=fn(self.cursor),
+            exact=None if self.exact is None else fn(self.exact),
+            values=None if self.values is None else fn(self.values),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A file holds what would be stored. `values` is left out: it equals the decoded codes (rounding is idempotent).
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "values"}
+        if self.exact is not None:
+            fields["exact"] = self.exact.detach()
+        return (_load, (fields,))
+
+    def __repr__(self) -> str:
+        mode = "token" if self.chunk_size is None else f"chunk({self.chunk_size})"
+        size = list(next(iter(self.tensors.values())).shape[:-2])
+        return f"EncodedState({self.state_format}, {mode}, {[*size, *self.shape]}, {self.nbytes} bytes)"
+
+
+def _load(fields: dict[str, Any]) -> EncodedState:
+    return EncodedState(**fields)
+
+
+# `torch.load(weights_only=True)` calls nothing that is not listed.
+torch.serialization.add_safe_globals([_load])
+
+
+def from_raw(
+    raw: Tensor, cursor: Tensor, state_format: str, *, chunk_size: int | None, keep_exact: bool
+) -> EncodedState:
+    """The `EncodedState` of an op's raw final state.
+
+    Args:
+        raw: `[N, HV, K, V]`: the decoded stored value where the cursor says that it was just rounded, exact elsewhere.
+            Encoding a decoded value gives back its codes (idempotence, semantics §3).
+        keep_exact: whether any sequence may be exact; its bytes are kept then.
+    """
+    tensors = codec.encode_tensors(raw, state_format)
+    return EncodedState(
+        state_format,
+        tensors,
+        cursor,
+        exact=raw if keep_exact else None,
+        values=codec.qdq(raw, state_format) if keep_exact else raw,
+        chunk_size=chunk_size,
+        shape=(raw.shape[-2], raw.shape[-1]),
+        dtype=raw.dtype,
+    )
+
+
+def encode_state(S: Tensor, fmt: Format | str) -> EncodedState:
+    """Rounds a dense state to `fmt` and returns it as it is stored; gradients pass straight through the rounding.
+
+    Args:
+        S: `[N, HV, K, V]` (any leading dimensions), float32; float64 is rounded in float64, bf16 and fp16 are upcast.
+        fmt: a format, or its spec such as "int8" or "fp8_e4m3/128x1".
+
+    Returns:
+        An `EncodedState` whose cursor is 0: handed over already.
+
+    Raises:
+        DtypeError: not a floating-point state. ShapeError: fewer than two dimensions.
+        FormatError: an unknown format, or one that does not fit K and V.
+    """
+    if S.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        raise DtypeError("S", got=str(S.dtype), want="a floating-point state", remedy="Pass decoded values.")
+    if S.dim() < 2:
+        raise ShapeError("S", got=str(list(S.shape)), want="[..., K, V]", remedy="Key axis before value axis.")
+    chosen = parse(fmt)
+    chosen.check(S.shape[-2], S.shape[-1])
+    raw = S if S.dtype is torch.float64 else S.float()
+    return EncodedState(
+        str(chosen),
+        codec.encode_tensors(raw, str(chosen)),
+        cursor=torch.zeros(S.shape[0] if S.dim() > 2 else 1, dtype=torch.int32, device=S.device),
+        values=codec.qdq(raw, str(chosen)),
+        shape=(raw.shape[-2], raw.shape[-1]),
+        dtype=raw.dtype,
+    )
+
+
+def decode_state(state: EncodedState) -> Tensor:
+    """The dense state `[..., K, V]` of `encode_state`, or of a carried state: `state.dense()`.
+
+    Raises:
+        StateError: not an `EncodedState`.
+    """
+    if not isinstance(state, EncodedState):
+        raise StateError(
+            "state",
+            got=type(state).__name__,
+            want="an EncodedState",
+            remedy="A dense tensor needs no decoding; raw codes are decoded by their format, fmt.decode(...).",
+        )
+    return state.dense()
+
+
+class ReplayState:
+    """What the replay and two-precision modes carry: anchor, ring of updates, cursor (semantics §5).
+
+    The type is public because signatures name it. No mode of this release produces one, so it cannot be made.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise UnsupportedError(
+            "ReplayState",
+            got="a constructor call",
+            want="Exact, Token or Chunk writes, which carry a Tensor or an EncodedState",
+            remedy="Replay and TwoPrecision are not built yet.",
+        )
+
+
+def _flatten(state: EncodedState) -> tuple[list[Any], tuple[Any, ...]]:
+    children = [*state.tensors.values(), state.cursor, state.exact, state.values]
+    return children, (state.state_format, tuple(state.tensors), state.chunk_size, state.shape, state.dtype)
+
+
+def _unflatten(children: Any, context: tuple[Any, ...]) -> EncodedState:
+    state_format, names, chunk_size, shape, dtype = context
+    *tensors, cursor, exact, values = children
+    return EncodedState(
+        state_format, dict(zip(names, tensors, strict=True)), cursor, exact, values, chunk_size, shape, dtype
+    )
+
+
+def _flatten_with_keys(state: EncodedState) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    children, context = _flatten(state)
+    names = [*state.tensors, "cursor", "exact", "values"]
+    return [(pytree.MappingKey(name), child) for name, child in zip(names, children, strict=True)], context
+
+
+def _dump(context: tuple[Any, ...]) -> list[Any]:
+    state_format, names, chunk_size, shape, dtype = context
+    return [state_format, list(names), chunk_size, list(shape), str(dtype).removeprefix("torch.")]
+
+
+def _undump(context: list[Any]) -> tuple[Any, ...]:
+    state_format, names, chunk_size, shape, dtype = context
+    return (state_format, tuple(names), chunk_size, tuple(shape), getattr(torch, dtype))
+
+
+pytree.register_pytree_node(
+    EncodedState,
+    _flatten,
+    _unflatten,
+    serialized_type_name="lattn_compile.EncodedState",
+    to_dumpable_context=_dump,
+    from_dumpable_context=_undump,
+    flatten_with_keys_fn=_flatten_with_keys,
+)
