@@ -46,7 +46,44 @@ _HOME: dict[str, str] = {
     **dict.fromkeys(("LattnError", "LattnWarning"), "errors"),
 }
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+__all__ = [
+    "PRESETS",
+    "Bf16",
+    "BlockDoubling",
+    "Chunk",
+    "EncodedState",
+    "Exact",
+    "Fp8",
+    "Fp16",
+    "Fp32",
+    "Int8",
+    "LattnError",
+    "LattnWarning",
+    "Neumann",
+    "NewtonSchulz",
+    "Nvfp4",
+    "Policy",
+    "Prefill",
+    "Recipe",
+    "Replay",
+    "ReplayState",
+    "Report",
+    "RewriteResult",
+    "Site",
+    "Token",
+    "TwoPrecision",
+    "__version__",
+    "attach",
+    "capture",
+    "decode_state",
+    "detach",
+    "encode_state",
+    "inspect",
+    "last_report",
+    "linear_attention",
+    "rewrite",
+    "training_phase",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -63,7 +100,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(types.ModuleType):
-    """`lc.attach` is a function in a module of the same name, and importing that module must not put it in its place."""
+    """`lc.attach` is a function in a module of the same name; importing that module must not put it in its place."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOME and isinstance(value, types.ModuleType)):

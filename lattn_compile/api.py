@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import os
+import warnings
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from lattn_compile import backend, passes  # noqa: F401  (backend wires capture to the tracers)
-from lattn_compile.errors import FileFormatError, LattnError
+from lattn_compile.errors import FileFormatError, LattnError, LattnWarning
 from lattn_compile.passes.capture import capture
 from lattn_compile.passes.context import PassContext
 from lattn_compile.passes.report import report_of
@@ -47,7 +49,9 @@ def rewrite(target: fx.GraphModule | ExportedProgram, policy: PolicyLike | None)
     module, graph_module = _copy(target)
     context = PassContext(graph_module, recipe, training=False)
     passes.run(context)
-    return RewriteResult(module, report_of(context, []))
+    for text in context.warnings:
+        warnings.warn(text, LattnWarning, stacklevel=2)
+    return RewriteResult(module, report_of(context))
 
 
 def inspect(
@@ -84,15 +88,21 @@ def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
             want="a .pt2 written by torch.export.save",
             remedy="Check the path.",
         )
+    if not zipfile.is_zipfile(file):
+        raise _not_a_program(file, "not a zip archive")
     try:
         return torch.export.load(io.BytesIO(file.read_bytes()))
     except Exception as error:
-        raise FileFormatError(
-            "path",
-            got=f"{file}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'unreadable'}",
-            want="a .pt2 written by torch.export.save",
-            remedy="Export the model under lc.capture() and save it with torch.export.save(program, path).",
-        ) from error
+        raise _not_a_program(file, f"{type(error).__name__}: {(str(error) or 'unreadable').splitlines()[0]}") from error
+
+
+def _not_a_program(file: Path, why: str) -> FileFormatError:
+    return FileFormatError(
+        "path",
+        got=f"{file} ({why})",
+        want="a .pt2 written by torch.export.save",
+        remedy="Export the model under lc.capture() and save it with torch.export.save(program, path).",
+    )
 
 
 def _copy(target: Any) -> tuple[Any, fx.GraphModule]:

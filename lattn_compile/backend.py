@@ -142,7 +142,7 @@ def _speak(context: PassContext, report: Report, recipe: Recipe | None, strict: 
         log.warning('no policy in options and none attached: recurrences stay exact (options={"policy": ...})')
 
 
-def _take_refusals() -> list[capture.Refused]:
+def _take_refusals() -> list[capture.Refused | capture.LeftAlone]:
     taken = list(capture.REFUSALS)
     capture.REFUSALS.clear()
     return taken
@@ -180,13 +180,29 @@ def last_report() -> Report | None:
         )
         return None
     _LAST.compiles = _COMPILES
-    _LAST.graph_breaks = [f"{why} (x{n})" for why, n in counted["graph_breaks"].items()]
-    _LAST.skipped_frames = [f"{skipped} of {counted['frames_total']} frames run uncompiled"] if skipped else []
+    _LAST.graph_breaks = [why for why, n in counted["graph_breaks"].items() for _ in range(n)]
+    _LAST.skipped_frames = ["a frame that Dynamo could not compile runs uncompiled"] * skipped
     return _LAST
 
 
 def _compiling_for_us() -> bool:
     return private.compiling_options() is not None
+
+
+def _left_alone(key: str, kind: str) -> capture.LeftAlone | None:
+    """Resolve the recipe in force for the call being traced. A recipe that is not valid is the backend's to report."""
+    keywords = private.compiling_options() or {}
+    attached, recipe = _attached()
+    try:
+        if (policy := (keywords.get("options") or {}).get("policy")) is not None:
+            recipe = resolve_recipe(policy)
+    except LattnError:
+        return None
+    if recipe is None:
+        return None
+    path = attached[0] if attached else private.traced_path()
+    index, policy = recipe.resolve(f"{path}/{kind}#0")
+    return capture.LeftAlone(key, kind, path, index) if policy is None else None
 
 
 def _attached() -> tuple[tuple[str, str] | None, Recipe | None]:
@@ -202,6 +218,7 @@ def _attached() -> tuple[tuple[str, str] | None, Recipe | None]:
 def _wire_capture() -> None:
     capture.HOOKS.compiling_for_us = _compiling_for_us
     capture.HOOKS.attached = _attached
+    capture.HOOKS.left_alone = _left_alone
     capture.HOOKS.module_path = private.module_path
     private.before_every_trace(capture.install)
     capture.install()

@@ -5,7 +5,7 @@ into its parts, a codec is open to contraction and reassociation; as an op it gi
 compiled code.
 
     lattn::encode_state(Tensor state, *, str state_format) -> Tensor[]        codes and scales, in the order of `keys`
-    lattn::decode_state(Tensor[] tensors, *, str state_format, int[] shape, ScalarType dtype) -> Tensor
+    lattn::decode_state(Tensor[] tensors, *, str state_format, SymInt[] shape, ScalarType dtype) -> Tensor
     lattn::qdq_state(Tensor state, *, str state_format) -> Tensor             gradient: the identity (straight through)
 """
 
@@ -24,7 +24,7 @@ _KEYS = {fmt.name: fmt.keys for fmt in REGISTRY}
 
 for _schema in (
     "encode_state(Tensor state, *, str state_format) -> Tensor[]",
-    "decode_state(Tensor[] tensors, *, str state_format, int[] shape, ScalarType dtype) -> Tensor",
+    "decode_state(Tensor[] tensors, *, str state_format, SymInt[] shape, ScalarType dtype) -> Tensor",
     "qdq_state(Tensor state, *, str state_format) -> Tensor",
 ):
     _name, _signature = _schema.split("(", 1)

@@ -153,6 +153,11 @@ REASONS: dict[str, Reason] = {
             remedy='Add a rule for it, or a last rule ("*", policy).',
         ),
         Reason(
+            code="CALL_OPTIONS",
+            text="a known library function is called with an option that has no exact counterpart here",
+            remedy="Drop that option, or leave this layer as it is.",
+        ),
+        Reason(
             code="EXPLICIT_POLICY",
             text="the model's own code calls lc.linear_attention with a policy, which the recipe does not override",
             remedy="Drop policy= from that call to let the recipe decide.",

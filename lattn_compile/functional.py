@@ -6,7 +6,6 @@ It turns a policy into op arguments, carried states into tensors and cursors, an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from lattn_compile.state import EncodedState, from_raw
 
 __all__ = ["linear_attention"]
 
-_EXACT: dict[str, Any] = {"write": "exact", "state_format": "fp32", "readout": "before_write", "implementation": "auto"}
+_EXACT = ("exact", "fp32", "before_write", "auto", None)
 
 
 def linear_attention(
@@ -78,9 +77,7 @@ def linear_attention(
         ShapeError, DtypeError, SequenceError, StateError, PolicyError, FormatError: bad input, before any computation.
         UnsupportedError: a part of the policy that is not built.
     """
-    options = _EXACT if policy is None else _policy(policy).op_kwargs()
-    write, state_format = options["write"], options["state_format"]
-    chunk_size = options.get("chunk_size")
+    write, state_format, readout, implementation, chunk_size = _EXACT if policy is None else _options(policy)
     state, cursor = _carried(initial_state, write, state_format, chunk_size)
 
     ambient_prefix, ambient_sequence = phase.current()
@@ -97,7 +94,10 @@ def linear_attention(
 
     tensors = (q, k, v, g, beta, state, cu_seqlens, prefix, sequence, cursor)
     common = {
-        **options,
+        "write": write,
+        "state_format": state_format,
+        "readout": readout,
+        "implementation": implementation,
         "rule": rule,
         "scale": q.shape[3] ** -0.5 if scale is None else scale,
         "qk_l2norm": use_qk_l2norm_in_kernel,
@@ -107,7 +107,8 @@ def linear_attention(
         every = _checkpoint_every(tensors[:6], tokens)
         o, final, _ = torch.ops.lattn.decode(*tensors, **common, checkpoint_every=every)
     else:
-        o, final = torch.ops.lattn.chunk(*tensors, **common)
+        grid = {} if chunk_size is None else {"chunk_size": chunk_size}
+        o, final = torch.ops.lattn.chunk(*tensors, **common, **grid)
     if not output_final_state:
         return o, None
     if write == "exact":
@@ -124,17 +125,25 @@ def linear_attention(
     )
 
 
-def _policy(policy: Policy | str) -> Policy:
-    if isinstance(policy, Policy):
-        return policy
+@torch.compiler.assume_constant_result
+def _options(policy: Policy | str) -> tuple[str, str, str, str, int | None]:
+    """write, state_format, readout, implementation and chunk_size of a policy.
+
+    Not traced: Dynamo takes the result as a constant and guards on the policy object itself. Traced, a tile's or a
+    chunk's size would become a symbolic int under dynamic=True, and the spec of the format could not be spelled.
+    """
     if isinstance(policy, str) and policy in PRESETS:
-        return PRESETS[policy]
-    raise PolicyError(
-        "policy",
-        got=repr(policy),
-        want=f"a Policy, None, or a preset: {', '.join(PRESETS)}",
-        remedy="A Recipe chooses by path; one call takes one policy.",
-    )
+        policy = PRESETS[policy]
+    if not isinstance(policy, Policy):
+        raise PolicyError(
+            "policy",
+            got=repr(policy),
+            want=f"a Policy, None, or a preset: {', '.join(PRESETS)}",
+            remedy="A Recipe chooses by path; one call takes one policy.",
+        )
+    options = policy.op_kwargs()
+    words = (options[name] for name in ("write", "state_format", "readout", "implementation"))
+    return (*words, options.get("chunk_size"))  # type: ignore[return-value]
 
 
 def _carried(
@@ -152,8 +161,8 @@ def _carried(
         )
     if write == "exact":
         return state.dense(), None
-    mode = f"{write} {state_format}" + (f", chunk_size {chunk_size}" if chunk_size is not None else "")
-    if state.state_format != state_format or state.chunk_size not in (None, chunk_size):
+    if state.state_format != state_format or not (state.chunk_size is None or state.chunk_size == chunk_size):
+        mode = f"{write} {state_format}" + (f", chunk_size {chunk_size}" if chunk_size is not None else "")
         raise StateError(
             "initial_state",
             got=repr(state),

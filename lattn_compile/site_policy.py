@@ -226,7 +226,9 @@ class Policy:
         )
 
     def op_kwargs(self) -> dict[str, Any]:
-        """The policy as arguments of the `lattn::` ops: write, state_format, readout, kernel, and a chunk's chunk_size.
+        """The policy as arguments of the `lattn::` ops: write, state_format, readout, implementation, chunk_size.
+
+        `kernel` becomes `implementation` there: Inductor's fallback has a parameter named kernel itself.
 
         Raises:
             UnsupportedError: a part that is not built; an op never sees such a policy.

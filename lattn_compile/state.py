@@ -101,7 +101,10 @@ class EncodedState:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "values"}
         if self.exact is not None:
             fields["exact"] = self.exact.detach()
-        return (_load, (fields,))
+        # As bytes: pickle does not know torch's 8-bit floats.
+        narrow = {name: x.dtype for name, x in self.tensors.items() if x.dtype.itemsize == 1}
+        fields["tensors"] = {name: x.view(torch.uint8) if name in narrow else x for name, x in self.tensors.items()}
+        return (_load, (fields, narrow))
 
     def __repr__(self) -> str:
         mode = "token" if self.chunk_size is None else f"chunk({self.chunk_size})"
@@ -109,8 +112,9 @@ class EncodedState:
         return f"EncodedState({self.state_format}, {mode}, {[*size, *self.shape]}, {self.nbytes} bytes)"
 
 
-def _load(fields: dict[str, Any]) -> EncodedState:
-    return EncodedState(**fields)
+def _load(fields: dict[str, Any], narrow: dict[str, torch.dtype]) -> EncodedState:
+    tensors = {name: x.view(narrow[name]) if name in narrow else x for name, x in fields["tensors"].items()}
+    return EncodedState(**fields | {"tensors": tensors})
 
 
 # `torch.load(weights_only=True)` calls nothing that is not listed.

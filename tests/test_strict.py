@@ -66,9 +66,18 @@ def test_json_comes_back_as_it_was_written_and_no_part_is_left(tmp_path: Path) -
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.json"
     write_json(path, {"old": 1})
+
+    def disk_full(self: Path, text: str, **_: Any) -> None:
+        self.write_bytes(text.encode()[: len(text) // 2])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(FileFormatError, match="No space left on device"):
+        patch.setattr(Path, "write_text", disk_full)
+        write_json(path, {"new": 2})
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
     for bad in ({"nan": float("nan")}, {"object": object()}):
         with pytest.raises((ValueError, TypeError)):
             write_json(path, bad)

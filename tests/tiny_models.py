@@ -28,6 +28,14 @@ _LINEAR: dict[str, Any] = {
     "linear_value_head_dim": 24,
     "linear_conv_kernel_dim": 4,
 }
+
+
+def _sizes(layers: int) -> dict[str, Any]:
+    # One layer of full attention at the end: transformers' caches want one.
+    types = ["linear_attention"] * (layers - 1) + ["full_attention"]
+    return {**_COMMON, "num_hidden_layers": layers, "layer_types": types}
+
+
 NAMES = ("qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid")
 
 
@@ -52,7 +60,7 @@ def _qwen3_next(layers: int) -> torch.nn.Module:
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
-        **{**_COMMON, "num_hidden_layers": layers},
+        **_sizes(layers),
         **_LINEAR,
         num_experts=0,
         num_experts_per_tok=1,
@@ -65,13 +73,13 @@ def _qwen3_next(layers: int) -> torch.nn.Module:
 def _qwen3_5(layers: int) -> torch.nn.Module:
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**_COMMON, "num_hidden_layers": layers}, **_LINEAR))
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_sizes(layers), **_LINEAR))
 
 
 def _olmo_hybrid(layers: int) -> torch.nn.Module:
     from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
 
-    return OlmoHybridForCausalLM(OlmoHybridConfig(**{**_COMMON, "num_hidden_layers": layers}, **_LINEAR))
+    return OlmoHybridForCausalLM(OlmoHybridConfig(**_sizes(layers), **_LINEAR))
 
 
 def _kimi_linear(layers: int) -> torch.nn.Module:

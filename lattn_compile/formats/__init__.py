@@ -19,7 +19,20 @@ from lattn_compile.formats.int8 import Int8
 from lattn_compile.formats.nvfp4 import Nvfp4
 from lattn_compile.formats.tiled import TiledFormat
 
-__all__ = ["REGISTRY", "Bf16", "Encoded", "Format", "Fp8", "Fp16", "Fp32", "Int8", "Nvfp4", "from_dict", "parse"]
+__all__ = [
+    "REGISTRY",
+    "Bf16",
+    "Encoded",
+    "Format",
+    "Fp8",
+    "Fp16",
+    "Fp32",
+    "Int8",
+    "Nvfp4",
+    "TiledFormat",
+    "from_dict",
+    "parse",
+]
 
 REGISTRY: tuple[type[Format], ...] = (Fp32, Bf16, Fp16, Int8, Fp8, Nvfp4)
 

@@ -34,12 +34,13 @@ class TiledFormat(Format):
     block_v: int | None = 64
     block_k: int | None = dataclasses.field(default=None, kw_only=True)
 
+    options: ClassVar[tuple[str, ...]] = ("block_v", "block_k")
     keys: ClassVar[tuple[str, ...]] = ("codes", "state_scale")
     code_dtype: ClassVar[torch.dtype]
     largest: ClassVar[float]
 
     def __post_init__(self) -> None:
-        for name in ("block_v", "block_k"):
+        for name in self.options:
             block = getattr(self, name)
             if block is not None and (type(block) is not int or not 1 <= block <= _MAX_BLOCK):
                 raise FormatError(
@@ -129,8 +130,12 @@ def spread_columns(tiles: Tensor, block: int | None, V: int) -> Tensor:
     """Tile values `[..., nV]` repeated for each of the V columns; `[..., 1]` stays, for it broadcasts."""
     if block is None or block == 1 or tiles.shape[-1] == 1:
         return tiles
-    columns = tiles.unsqueeze(-1).expand(*tiles.shape, block).flatten(-2)
-    return columns if columns.shape[-1] == V else columns.narrow(-1, 0, V)
+    rest = V % block
+    # The smaller last tile is put on by itself, not cut from a whole one: Inductor's C++ (torch 2.13) leaves the last
+    # tile of `expand -> flatten -> slice` unwritten.
+    whole = tiles[..., :-1] if rest else tiles
+    columns = whole.unsqueeze(-1).expand(*whole.shape, block).flatten(-2)
+    return torch.cat((columns, tiles[..., -1:].expand(*tiles.shape[:-1], rest)), -1) if rest else columns
 
 
 def live_scale(amax: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.lazy import LazyVariableTracker

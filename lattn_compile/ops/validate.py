@@ -308,7 +308,7 @@ def check_lengths(t: Tensors, geometry: Geometry, *, cursor_end: int) -> None:
                 want=f"at most T = {geometry.tokens} tokens",
                 remedy="q, k and v must hold every token that cu_seqlens counts.",
             )
-    elif t.cu_seqlens is None:
+    elif t.cu_seqlens is None and (t.sequence_lengths is not None or t.prefix_lengths is not None):
         sizes = torch.tensor(geometry.tokens)
     length = sizes
     if t.sequence_lengths is not None and _on_cpu(t.sequence_lengths):

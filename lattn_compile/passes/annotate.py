@@ -75,8 +75,7 @@ def _warn_about_missing_phase(context: PassContext) -> None:
         and s.policy is not None
         and s.reason is None
         and not isinstance(s.policy.write, Exact)
-        and s.form == "chunk"
-        and s.arguments["prefix_lengths"] is None
+        and s.all_prefix
     ]
     if silent:
         context.warnings.append(

@@ -48,12 +48,26 @@ class SiteContext:
     recipe: Any = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Refused:
-    """A known call that was left alone, and why."""
+    """A known call whose arguments have no exact counterpart, and why."""
 
     call: str
     why: str
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """A known call that the recipe wants left alone: the library's own function is traced in its place."""
+
+    call: str
+    kind: str
+    path: str
+    rule_index: int | None
+
+
+def _nothing(key: str, kind: str) -> None:
+    return None
 
 
 def _never() -> bool:
@@ -69,17 +83,19 @@ class Hooks:
     """What capture needs to know about the tracer; set by the backend, since only it may use torch's internals.
 
     `compiling_for_us()` says whether the trace now running was started by our backend; `attached()` returns the
-    attached site and recipe of the module being traced, guarding the trace on them.
+    attached site and recipe of the module being traced, guarding the trace on them; `left_alone(key, kind)` says that
+    the recipe in force leaves the call being traced alone.
     """
 
     compiling_for_us: Callable[[], bool] = _never
     attached: Callable[[], tuple[tuple[str, str] | None, Any]] = _no_context
+    left_alone: Callable[[str, str], LeftAlone | None] = _nothing
     module_path: Callable[[str], str] = str
 
 
 HOOKS = Hooks()
 CONTEXTS: dict[int, SiteContext] = {}
-REFUSALS: list[Refused] = []
+REFUSALS: list[Refused | LeftAlone] = []
 _COUNTER = itertools.count(1)
 _LOCK = threading.RLock()
 _MAX_CONTEXTS = 4096  # abandoned traces leave contexts behind; more than this many live sites is not a real model
@@ -147,9 +163,16 @@ def install() -> None:
 
 
 @torch.compiler.assume_constant_result
-def _captures() -> bool:
-    """Whether the trace now running is ours (evaluated while tracing, never guarded)."""
-    return _ACTIVE_CAPTURES > 0 or HOOKS.compiling_for_us()
+def _captures(key: str, kind: str) -> bool:
+    """Whether this call is to be captured in the trace now running (evaluated while tracing, never guarded)."""
+    if _ACTIVE_CAPTURES > 0:
+        return True
+    if not HOOKS.compiling_for_us():
+        return False
+    left = HOOKS.left_alone(key, kind)
+    if left is not None:
+        REFUSALS.append(left)
+    return left is None
 
 
 @torch.compiler.assume_constant_result
@@ -174,7 +197,7 @@ def _stand_in(known: _Known) -> Callable[..., Any]:
     key, kind, form, adapter, copy = known.key, known.kind, known.call.form, known.call.adapter, known.copy
 
     def captured(*args: Any, **kwargs: Any) -> Any:
-        if not _captures():
+        if not _captures(key, kind):
             return copy(*args, **kwargs)
         call = adapter(*args, **kwargs)
         if isinstance(call, str):

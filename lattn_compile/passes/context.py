@@ -19,7 +19,8 @@ class SiteNode:
     """One recurrence in the graph.
 
     `arguments` are the op's, by schema name, defaults filled in, and are what `replace` writes back: a pass that
-    changes one changes the op. `form` is "chunk" or "recurrent" as the call was written.
+    changes one changes the op. `form` says what the tokens are when no phase is active: "chunk" is all prefix,
+    "recurrent" all suffix, whichever op stands there (`lc.linear_attention` is suffix, semantics §4).
     """
 
     node: fx.Node
@@ -35,6 +36,11 @@ class SiteNode:
     reason: Reason | None = None
     folded: list[str] = field(default_factory=list)
     id: str = ""
+
+    @property
+    def all_prefix(self) -> bool:
+        """Whether every token is exact prefix whatever the policy: chunk form outside a phase."""
+        return self.form == "chunk" and self.arguments["prefix_lengths"] is None
 
     def output(self, index: int) -> list[fx.Node]:
         """Nodes that take the op's output `index`."""

@@ -26,6 +26,7 @@ def _fold_head_repeat(site: SiteNode) -> None:
     shape_q, shape_k = shape_of(q[0]), shape_of(k[0])
     if shape_q is None or shape_k is None or shape_q[2] != shape_k[2]:
         return
+    # The repeats themselves stay, without users: they are pure, and the compiler behind us drops them.
     site.arguments["q"], site.arguments["k"] = q[0], k[0]
     site.folded.append(f"repeat_interleave x{q[1]}")
 

@@ -16,7 +16,8 @@ from lattn_compile.passes import capture
 from lattn_compile.passes.context import PassContext, SiteNode, shape_of
 from lattn_compile.recurrence import classify
 
-_FORMS = {"lattn::chunk": "chunk", "lattn::decode": "recurrent"}
+_OPS = {"lattn::chunk": "chunk", "lattn::decode": "recurrent"}
+_OWN_CALL = "lattn_compile.linear_attention"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
 
@@ -24,7 +25,7 @@ def run(context: PassContext) -> None:
     counts: dict[tuple[str, str], int] = {}
     for node in context.module.graph.nodes:
         overload = overload_of(node)
-        if overload is None or overload._schema.name not in _FORMS:
+        if overload is None or overload._schema.name not in _OPS:
             continue
         site = _site(node, overload)
         key = (site.path, site.kind.name)
@@ -58,7 +59,7 @@ def _site(node: fx.Node, overload: torch._ops.OpOverload) -> SiteNode:
     return SiteNode(
         node=node,
         kind=classify(arguments["rule"], decay),
-        form=_FORMS[overload._schema.name],
+        form="recurrent" if call == _OWN_CALL else _OPS[overload._schema.name],
         call=call,
         path=path,
         source=source_of(node),
@@ -71,7 +72,7 @@ def _from_tag(tag: str) -> tuple[str, capture.SiteContext | None]:
     """`kind:qualified.call:index`, as capture wrote it; an op that the user called has none."""
     parts = tag.split(":")
     if len(parts) != 3:
-        return "lattn_compile.linear_attention", None
+        return _OWN_CALL, None
     return parts[1], capture.CONTEXTS.pop(int(parts[2]), None)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,7 +25,6 @@ def run(context: PassContext) -> None:
             continue
         target, options = _choose(site)
         site.node = _write(graph, site, target, options, number, context.training)
-    graph.eliminate_dead_code()
     context.module.recompile()
 
 
@@ -35,10 +36,9 @@ def _choose(site: SiteNode) -> tuple[Any, dict[str, Any]]:
     """
     assert site.policy is not None
     chunk, decode = torch.ops.lattn.chunk.default, torch.ops.lattn.decode.default
-    all_prefix = site.form == "chunk" and site.arguments["prefix_lengths"] is None
     options = site.policy.op_kwargs()
-    if isinstance(site.policy.write, Exact) or all_prefix:
-        return (chunk if site.form == "chunk" else decode), {"implementation": options["implementation"]}
+    if isinstance(site.policy.write, Exact) or site.all_prefix:
+        return site.node.target, {"implementation": options["implementation"]}
     return (chunk if options["write"] == "chunk" else decode), options
 
 
@@ -66,4 +66,17 @@ def _write(
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
     graph.erase_node(old)
+    _erase_unused(new.users, len(target._schema.returns))
     return new
+
+
+def _erase_unused(readers: Iterable[fx.Node], outputs: int) -> None:
+    """Drop reads of outputs that the new op does not have.
+
+    Not `Graph.eliminate_dead_code`: a Dynamo graph is not functional yet, and that would take `copy_` into a cache for
+    dead.
+    """
+    for reader in list(readers):
+        index = reader.args[1] if reader.target is operator.getitem else None
+        if isinstance(index, int) and index >= outputs and not reader.users:
+            reader.graph.erase_node(reader)

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from lattn_compile import formats
-from lattn_compile.errors import Reason
-from lattn_compile.passes.capture import Refused
+from lattn_compile.errors import reason
+from lattn_compile.passes.capture import LeftAlone, Refused
 from lattn_compile.passes.context import PassContext, SiteNode, shape_of, value_of
 from lattn_compile.passes.recognize import overload_of
 from lattn_compile.policy import Exact
+from lattn_compile.recurrence import BY_NAME
 from lattn_compile.report import Report, Site, Unmatched
 
 
-def report_of(context: PassContext, refused: list[Refused]) -> Report:
+def report_of(context: PassContext, refused: Sequence[Refused | LeftAlone] = ()) -> Report:
     """The report of one graph after the passes ran."""
     recipes = {id(r): r for s in context.sites if (r := context.recipe or s.recipe) is not None}
     only = next(iter(recipes.values())) if len(recipes) == 1 else context.recipe
     return Report(
-        sites=[_site(s, context.training) for s in context.sites],
-        unmatched=[_unmatched(r) for r in refused],
+        sites=[_site(s, context.training) for s in context.sites]
+        + [_left_alone(r) for r in refused if isinstance(r, LeftAlone)],
+        unmatched=[_unmatched(r) for r in refused if isinstance(r, Refused)],
         recipe=only.to_dict() if only is not None else None,
-        notes=list(context.notes) + list(context.warnings),
+        notes=[*context.notes, *context.warnings],
     )
 
 
@@ -68,14 +70,26 @@ def _evidence(site: SiteNode) -> dict[str, Any]:
     return {"captured": site.call, "form": site.form, "rule_index": site.rule_index}
 
 
+def _left_alone(left: LeftAlone) -> Site:
+    kind = BY_NAME[left.kind]
+    return Site(
+        path=left.path,
+        id=f"{left.path}/{left.kind}#0",
+        kind=kind.name,
+        rule=kind.rule,
+        decay=kind.decay,
+        form="call",
+        call=left.call,
+        verdict="left",
+        reason=reason("NO_RULE" if left.rule_index is None else "RULE_NONE"),
+        evidence={"rule_index": left.rule_index},
+    )
+
+
 def _unmatched(refused: Refused) -> Unmatched:
     return Unmatched(
         path="",
         node=refused.call,
         stopped_at="the call's arguments",
-        reason=Reason(
-            code="CALL_OPTIONS",
-            text=f"{refused.call} was called in a way that has no exact counterpart: {refused.why}",
-            remedy="Drop that option, or leave this layer as it is.",
-        ),
+        reason=reason("CALL_OPTIONS", f"{refused.call}: {refused.why}"),
     )

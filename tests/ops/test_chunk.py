@@ -56,7 +56,10 @@ def test_exact_reads_neither_prefix_nor_cursor() -> None:
 @pytest.mark.parametrize("absent", [("g",), ("beta",), ("initial_state",), ("g", "beta", "initial_state")])
 def test_absent_inputs_are_their_neutral_values(absent: tuple[str, ...]) -> None:
     tensors = inputs(
-        decay=None if "g" in absent else "head", beta="beta" not in absent, state="initial_state" not in absent, grad=True
+        decay=None if "g" in absent else "head",
+        beta="beta" not in absent,
+        state="initial_state" not in absent,
+        grad=True,
     )
     assert_like_the_loop("chunk", tensors, (None, torch.tensor(4), None, None), **options("chunk", "chunk"))
 

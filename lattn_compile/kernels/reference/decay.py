@@ -59,7 +59,7 @@ class HeadDecay:
 
     Attributes:
         q_in, k_in, k_out: q, k, k as they are.
-        from_start, to_end: row weights `[B, H, G, b]`, None without decay.
+        from_start, to_end: row weights `[B, H, G, b, 1]`, None without decay.
         whole: the block's weight, `[B, H, 1, G, 1]` against a state `[B, H, K, G, V]`; None without decay.
     """
 
@@ -68,10 +68,10 @@ class HeadDecay:
         self.from_start = self.to_end = self.whole = self._weights = None
         if g is not None:
             self._weights = _pair_weights(g)
-            self.from_start = g.cumsum(-1).exp()
+            self.from_start = g.cumsum(-1).exp()[..., None]
             # Row b - 1 of the weights is "to the last token", which is the block's end.
-            self.to_end = self._weights[..., -1, :]
-            self.whole = self.from_start[..., -1][:, :, None, :, None]
+            self.to_end = self._weights[..., -1, :, None]
+            self.whole = self.from_start[:, :, None, :, -1]
 
     def overlaps(self) -> Tensor:
         """`[B, H, G, b, b]`, strictly lower."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,18 +25,18 @@ from torch import Tensor
 from lattn_compile.formats import Format
 from lattn_compile.kernels.reference.padding import l2norm, l2norm_backward
 
-__all__ = ["backward", "checkpoint_interval", "checkpoint_slots", "forward"]
+__all__ = ["backward", "forward"]
 
 _BLOCK = 64
 """Tokens made ready at a time when no checkpoint asks for less: bounds the memory for repeated and normalised keys."""
 
 
-def checkpoint_interval(tokens: int) -> int:
+def _interval(tokens: int) -> int:
     """C that minimises `tokens / C` checkpoints plus `C` states of one stretch; short sequences are one stretch."""
     return max(16, math.isqrt(max(tokens - 1, 0)) + 1)
 
 
-def checkpoint_slots(starts: Tensor, j: int, every: int) -> Tensor:
+def _slots(starts: Tensor, j: int, every: int) -> Tensor:
     """Rows of the flat checkpoint buffer `[M // every + N, HV, K, V]` that hold each sequence's j-th checkpoint.
 
     Distinct for all (sequence, j) because sequences lie one after another in the flat tokens.
@@ -45,15 +45,14 @@ def checkpoint_slots(starts: Tensor, j: int, every: int) -> Tensor:
     return torch.div(starts, every, rounding_mode="floor") + order + j
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Tokens [first, first + count) of the sequences `who` (None: all of them): a rectangle without holes.
+class _Run(NamedTuple):
+    """Tokens [first, first + tokens) of the sequences `who` (None: all of them): a rectangle without holes.
 
-    `rows` finds them in the flat tokens, token-major: a slice where they are consecutive, else int64 `[count * n]`.
+    `rows` finds them in the flat tokens, token-major: a slice where they are consecutive, else int64 `[tokens * n]`.
     """
 
     first: int
-    count: int
+    tokens: int
     who: Tensor | None
     rows: slice | Tensor
 
@@ -66,12 +65,12 @@ class _Run:
         return values if self.who is None else x.index_copy(0, self.who, values)
 
     def take(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The run's rows of `x [M, ...]` as `[count, n, ...]`; may be a view."""
+        """The run's rows of `x [M, ...]` as `[tokens, n, ...]`; may be a view."""
         rows = x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
-        return rows.to(dtype).unflatten(0, (self.count, -1))
+        return rows.to(dtype).view(self.tokens, rows.shape[0] // self.tokens, *x.shape[1:])
 
     def put(self, x: Tensor, values: Tensor) -> None:
-        """Writes `values [count, n, ...]` to the run's rows of `x [M, ...]`, and to no other row."""
+        """Writes `values [tokens, n, ...]` to the run's rows of `x [M, ...]`, and to no other row."""
         values = values.flatten(0, 1)
         if isinstance(self.rows, slice):
             x[self.rows] = values
@@ -83,25 +82,21 @@ def _stretches(starts: Tensor, lengths: Tensor, every: int) -> list[list[_Run]]:
     """The runs of every stretch of `every` tokens, a new run wherever a sequence ends."""
     begin, length = starts.tolist(), lengths.tolist()
     longest = max(length, default=0)
-    if longest == 0:
-        return []
-    cuts = sorted({*range(0, longest, every), *length})
+    cuts = sorted({*range(0, longest, every), *length, longest})
     stretches: list[list[_Run]] = []
     for first, stop in itertools.pairwise(cuts):
         alive = [i for i, n in enumerate(length) if n > first]
-        at, count = [begin[i] + first for i in alive], stop - first
+        at, tokens, n = [begin[i] + first for i in alive], stop - first, len(alive)
         rows: slice | Tensor
-        if len(at) == 1:
-            rows = slice(at[0], at[0] + count)
-        elif count == 1 and at == list(range(at[0], at[0] + len(at))):
-            rows = slice(at[0], at[0] + len(at))
+        if n == 1 or (tokens == 1 and at == list(range(at[0], at[0] + n))):
+            rows = slice(at[0], at[0] + tokens * n)
         else:
-            time = torch.arange(count, device=starts.device)
+            time = torch.arange(tokens, device=starts.device)
             rows = (time[:, None] + torch.tensor(at, device=starts.device)).flatten()
-        who = None if len(alive) == len(length) else torch.tensor(alive, device=starts.device)
+        who = None if n == len(length) else torch.tensor(alive, device=starts.device)
         if first % every == 0:
             stretches.append([])
-        stretches[-1].append(_Run(first, count, who, rows))
+        stretches[-1].append(_Run(first, tokens, who, rows))
     return stretches
 
 
@@ -109,15 +104,17 @@ def _slab(count: int, shape: tuple[int, ...], device: torch.device, dtype: torch
     """Empty `[count, *shape]` whose slices along the first axis each start where a fresh allocation starts (64 bytes),
     so that a product on token t's slice takes the same path as in a call of that token alone."""
     size = math.prod(shape)
+    if count == 1 or size % 16 == 0:
+        return torch.empty(count, *shape, dtype=dtype, device=device)
     return torch.empty(count, size + -size % 16, dtype=dtype, device=device)[:, :size].view(count, *shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
+class _Tokens(NamedTuple):
     """A run's inputs, ready for the loop. L tokens, G = n * HV heads of all sequences; `heads` is (n, H, R).
 
     `kq [L, 2, G, K]` holds the (normalised, head-repeated) key and the scaled query, `v [L, G, 1, V]`,
-    `decay [L, G, 1 | K, 1]` = exp(g), `beta [L, G, 1, 1]`; `norms` is what the l2norm's backward needs.
+    `decay [L, G, 1 | K, 1]` = exp(g), `beta [L, G, 1, 1]`. `unit [L, 2, n, H, K]` and `rstd` are
+    the l2norm's results for its backward, None where q and k came as they are.
     """
 
     heads: tuple[int, int, int]
@@ -125,21 +122,11 @@ class _Tokens:
     v: Tensor
     decay: Tensor | None
     beta: Tensor | None
-    norms: tuple[Tensor, Tensor, Tensor, Tensor] | None
-
-    @property
-    def k(self) -> Tensor:
-        """`[L, G, 1, K]`"""
-        return self.kq[:, 0].unsqueeze(2)
-
-    @property
-    def q(self) -> Tensor:
-        """`[L, G, 1, K]`, times the scale"""
-        return self.kq[:, 1].unsqueeze(2)
+    unit: Tensor | None
+    rstd: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Trace:
+class _Trace(NamedTuple):
     """What the way back needs of the way there, filled by `_advance`.
 
     `states [L + 1, G, K, V]`: before each token, as that token found it. `error [L, G, 1, V]` = v - S~^T k (delta; v
@@ -165,32 +152,23 @@ def _load(
     scale: float,
     qk_l2norm: bool,
 ) -> _Tokens:
-    run_q, run_k, run_v = run.take(q, dtype), run.take(k, dtype), run.take(v, dtype)
-    norms = None
-    if qk_l2norm:
-        (run_q, q_rstd), (run_k, k_rstd) = l2norm(run_q), l2norm(run_k)
-        norms = (run_q, q_rstd, run_k, k_rstd)
-    length, n, key_heads, key_dim = run_k.shape
-    value_heads, value_dim = run_v.shape[2:]
+    pair, values = torch.stack((run.take(k, dtype), run.take(q, dtype)), 1), run.take(v, dtype)
+    unit, rstd = l2norm(pair) if qk_l2norm else (None, None)
+    tokens, _, n, key_heads, key_dim = pair.shape
+    value_heads, value_dim = values.shape[2:]
     heads, size = (n, key_heads, value_heads // key_heads), n * value_heads
-    kq = _slab(2 * length, (*heads, key_dim), k.device, dtype)
-    kq[0::2] = run_k.unsqueeze(3)
-    kq[1::2] = (run_q * scale).unsqueeze(3)
+    kq = _slab(2 * tokens, (*heads, key_dim), k.device, dtype)
+    kq.view(tokens, 2, *heads, key_dim).copy_((pair if unit is None else unit).unsqueeze(4))
+    kq = kq.view(tokens, 2, size, key_dim)
+    kq[:, 1].mul_(scale)
     decay = None
     if g is not None:
-        run_g = run.take(g, dtype)
-        decay = _slab(length, (size, key_dim if g.dim() == 3 else 1, 1), g.device, dtype)
-        decay.copy_(run_g.reshape(decay.shape))
-        for token in decay.unbind(0):
-            token.exp_()
-    return _Tokens(
-        heads,
-        kq.view(length, 2, size, key_dim),
-        run_v.reshape(length, size, 1, value_dim),
-        decay,
-        run.take(beta, dtype).reshape(length, size, 1, 1) if beta is not None else None,
-        norms,
-    )
+        decay = _slab(tokens, (size, key_dim if g.dim() == 3 else 1, 1), g.device, dtype)
+        decay.copy_(run.take(g, dtype).reshape(decay.shape))
+        for factor in decay.unbind(0):
+            factor.exp_()
+    strength = run.take(beta, dtype).reshape(tokens, size, 1, 1) if beta is not None else None
+    return _Tokens(heads, kq, values.reshape(tokens, size, 1, value_dim), decay, strength, unit, rstd)
 
 
 def _advance(
@@ -208,8 +186,9 @@ def _advance(
     Overwrites `state` unless traced; fills `o [L, G, 1, V]` or `trace` where given.
     """
     count, delta, after = x.v.shape[0], rule == "delta", readout == "after_write"
-    keys, columns, queries = x.k.unbind(0), x.k.mT.unbind(0), x.q.unbind(0)
-    values, decays = x.v.unbind(0), x.decay.unbind(0) if x.decay is not None else None
+    k, q = x.kq.unsqueeze(3).unbind(1)
+    keys, columns, queries, values = k.unbind(0), k.mT.unbind(0), q.unbind(0), x.v.unbind(0)
+    decays = x.decay.unbind(0) if x.decay is not None else None
     betas = x.beta.unbind(0) if x.beta is not None and delta else None
     outs = o.unbind(0) if o is not None else None
     scratch = None
@@ -267,7 +246,8 @@ def _retreat(cotangent: Tensor, x: _Tokens, trace: _Trace, *, rule: str) -> tupl
     count, delta = x.v.shape[0], rule == "delta"
     size, key_dim, value_dim = cotangent.shape
     grad_o, device, dtype = trace.grad_o, cotangent.device, cotangent.dtype
-    key_query = (x.k * x.q).sum(-1, keepdim=True)
+    k, q = x.kq.unsqueeze(3).unbind(1)
+    key_query = (k * q).sum(-1, keepdim=True)
     grad_u = grad_o * key_query
     grad_k = torch.empty_like(trace.grad_q)
     erased = torch.empty_like(grad_k) if delta else None
@@ -281,7 +261,7 @@ def _retreat(cotangent: Tensor, x: _Tokens, trace: _Trace, *, rule: str) -> tupl
         product = torch.empty_like(cotangent)
         terms = product.view(size, -1) if per_head else product
 
-    keys, updates, states = x.k.unbind(0), trace.update.unbind(0), trace.states.unbind(0)
+    keys, updates, states = k.unbind(0), trace.update.unbind(0), trace.states.unbind(0)
     decays = x.decay.unbind(0) if x.decay is not None else None
     columns, pairs = x.kq.permute(0, 2, 3, 1).unbind(0), rows.permute(0, 2, 1, 3).unbind(0)
     minus_beta = (-x.beta if x.beta is not None else -torch.ones_like(key_query)).unbind(0)
@@ -304,7 +284,7 @@ def _retreat(cotangent: Tensor, x: _Tokens, trace: _Trace, *, rule: str) -> tupl
             torch.mul(cotangent, states[t], out=product)
             torch.sum(terms, -1, out=grads_g[t])
 
-    grad_k += x.q * (grad_o * trace.update).sum(-1, keepdim=True)
+    grad_k += q * (grad_o * trace.update).sum(-1, keepdim=True)
     if erased is not None:
         grad_k += erased if x.decay is None else erased * x.decay.mT
     grads = {"q": trace.grad_q, "k": grad_k, "v": grad_u if x.beta is None else grad_u * x.beta}
@@ -313,12 +293,6 @@ def _retreat(cotangent: Tensor, x: _Tokens, trace: _Trace, *, rule: str) -> tupl
     if x.beta is not None:
         grads["beta"] = (grad_u * trace.error).sum(-1, keepdim=True)
     return cotangent, grads
-
-
-def _key_heads(grad: Tensor, heads: tuple[int, int, int]) -> Tensor:
-    """Sums `[L, G, 1, K]` over the value heads of a key head: `[L, n, H, K]`."""
-    grad = grad.view(grad.shape[0], *heads, grad.shape[-1])
-    return grad.squeeze(3) if heads[2] == 1 else grad.sum(3)
 
 
 @torch.no_grad()
@@ -348,7 +322,7 @@ def forward(
         state: `[N, HV, K, V]` in the dtype of the arithmetic, already handed over. Never written.
         starts, lengths: int64 `[N]`; sequence i is the tokens `starts[i] : starts[i] + lengths[i]`, in order of i.
         o: `[M, HV, V]`; rows of these tokens are written, others left. None: only states are wanted.
-        checkpoints: `[M // checkpoint_every + N, HV, K, V]` or None; see `checkpoint_slots` for which slots are filled.
+        checkpoints: `[M // checkpoint_every + N, HV, K, V]` or None; `_slots` says which slots are filled.
         checkpoint_every: C, in tokens of a sequence; ignored without `checkpoints`.
         rule: "delta" | "additive". quantize: rounds the state after every token (token mode); None is exact.
         readout: "before_write" reads the output from the state before that rounding, "after_write" from after.
@@ -360,16 +334,16 @@ def forward(
     every = checkpoint_every if checkpoints is not None else _BLOCK
     for stretch in _stretches(starts, lengths, every):
         if checkpoints is not None:
-            slots = checkpoint_slots(starts, stretch[0].first // every, every)
+            slots = _slots(starts, stretch[0].first // every, every)
             checkpoints.index_copy_(0, stretch[0].pick(slots), stretch[0].pick(final))
         for run in stretch:
             x = _load(run, q, k, v, g, beta, dtype=state.dtype, scale=scale, qk_l2norm=qk_l2norm)
-            run_o = _slab(run.count, tuple(x.v.shape[1:]), v.device, state.dtype) if o is not None else None
+            run_o = _slab(run.tokens, tuple(x.v.shape[1:]), v.device, state.dtype) if o is not None else None
             current = run.pick(final)
             last = _advance(current.flatten(0, 1), x, rule=rule, quantize=quantize, readout=readout, o=run_o)
             final = run.place(final, last.view(current.shape))
             if o is not None and run_o is not None:
-                run.put(o, run_o.view(run.count, -1, *o.shape[1:]))
+                run.put(o, run_o.view(run.tokens, -1, *o.shape[1:]))
     return final
 
 
@@ -408,7 +382,7 @@ def backward(
         The cotangent of `state`, `[N, HV, K, V]`, a new tensor.
     """
     if checkpoints is None:
-        checkpoint_every = checkpoint_interval(int(lengths.max()) if lengths.numel() else 0)
+        checkpoint_every = _interval(int(lengths.max()) if lengths.numel() else 0)
     stretches = _stretches(starts, lengths, checkpoint_every)
     if checkpoints is None and len(stretches) > 1:
         checkpoints = state.new_empty(q.shape[0] // checkpoint_every + starts.shape[0], *state.shape[1:])
@@ -423,7 +397,7 @@ def backward(
     for j, stretch in reversed(list(enumerate(stretches))):
         entering = state
         if j > 0 and checkpoints is not None:
-            slots = stretch[0].pick(checkpoint_slots(starts, j, checkpoint_every))
+            slots = stretch[0].pick(_slots(starts, j, checkpoint_every))
             entering = stretch[0].place(state, checkpoints.index_select(0, slots).to(state.dtype))
         steps: list[tuple[_Run, _Tokens, _Trace]] = []
         for run in stretch:
@@ -463,12 +437,12 @@ def _trace(x: _Tokens, grad_o: Tensor, *, rule: str) -> _Trace:
 
 def _deliver(run: _Run, x: _Tokens, run_grads: dict[str, Tensor], grads: dict[str, Tensor], *, scale: float) -> None:
     """Carries a run's gradients through head sharing, scale and l2norm to the rows of `grads`."""
-    grad_q, grad_k = _key_heads(run_grads["q"], x.heads) * scale, _key_heads(run_grads["k"], x.heads)
-    if x.norms is not None:
-        unit_q, q_rstd, unit_k, k_rstd = x.norms
-        grad_q, grad_k = l2norm_backward(grad_q, unit_q, q_rstd), l2norm_backward(grad_k, unit_k, k_rstd)
-    n = x.heads[0]
-    for name, grad in (run_grads | {"q": grad_q, "k": grad_k}).items():
+    tokens, (n, key_heads, group) = run.tokens, x.heads
+    pair = torch.stack((run_grads["k"], run_grads["q"] * scale), 1).view(tokens, 2, n, key_heads, group, -1)
+    pair = pair.squeeze(4) if group == 1 else pair.sum(4)
+    if x.unit is not None and x.rstd is not None:
+        pair = l2norm_backward(pair, x.unit, x.rstd)
+    for name, grad in (run_grads | {"k": pair[:, 0], "q": pair[:, 1]}).items():
         if f"d{name}" in grads:
             rows = grads[f"d{name}"]
-            run.put(rows, grad.reshape(run.count, n, *rows.shape[1:]))
+            run.put(rows, grad.reshape(tokens, n, *rows.shape[1:]))

@@ -1,6 +1,6 @@
-"""Ragged sequences as rectangles, and the small pieces that the chunk and the decode reference share.
+"""Ragged sequences as rectangles, head sharing, and the l2norm of q and k.
 
-Tokens arrive flat, `[M, ...]`, and sequence i owns the rows `starts[i] : starts[i] + lengths[i]`. Both kernels want
+Tokens arrive flat, `[M, ...]`, and sequence i owns the rows `starts[i] : starts[i] + lengths[i]`. A kernel wants
 rectangles `[rows, slots, ...]`. A `Slots` says which token sits in which slot; an empty slot is filled with zeros, and
 a token whose `k`, `v`, `beta` and `g` are all 0 is the exact identity of the recurrence (semantics §2). Tokens outside
 every sequence are never read, so they may hold NaN, and their output rows are never written.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["L2NORM_EPS", "Slots", "gather", "l2norm", "l2norm_backward", "scatter_", "segments", "split_heads"]
+__all__ = ["L2NORM_EPS", "Slots", "gather", "l2norm", "l2norm_backward", "scatter_", "split_heads"]
 
 L2NORM_EPS = 1e-6
 """Inside the root, as FLA has it: a zero row stays zero and its gradient stays finite (1 / sqrt(eps) = 1e3)."""
@@ -33,31 +33,6 @@ class Slots:
     index: Tensor
     valid: Tensor | None
     first: int | None = None
-
-
-def segments(starts: Tensor, lengths: Tensor, *, lead: Tensor | None = None) -> Slots:
-    """One row a sequence: token t of sequence i sits in slot `lead[i] + t`.
-
-    Args:
-        starts, lengths: int64 `[N]`, sequences as runs of flat tokens.
-        lead: int64 `[N]`, empty slots before each sequence's first token; None is no empty slots.
-
-    Returns:
-        `Slots` of `[N, L]` with `L = max(lead + length)`, the smallest rectangle that holds every sequence.
-        Reads the largest length on the host (a device sync off the CPU).
-    """
-    count = starts.shape[0]
-    ends = lengths if lead is None else lengths + lead
-    width = int(ends.max()) if count else 0
-    position = torch.arange(width, device=starts.device)
-    offset = position if lead is None else position - lead[:, None]
-    valid = ((offset >= 0) & (offset < lengths[:, None])).expand(count, width)
-    index = torch.where(valid, starts[:, None] + offset, 0)
-    if not bool(valid.all()):
-        return Slots(index, valid)
-    first = int(starts[0]) if count else 0
-    grid = starts == first + width * torch.arange(count, device=starts.device)
-    return Slots(index, None, first if bool(grid.all()) else None)
 
 
 def gather(x: Tensor, slots: Slots, dtype: torch.dtype) -> Tensor:

@@ -31,13 +31,14 @@ def unit_lower_inverse(strict: Tensor) -> Tensor:
     width = min(size, SUB_BLOCK)
     count = size // width
     corners = strict.unflatten(-1, (count, width)).unflatten(-3, (count, width)).diagonal(dim1=-4, dim2=-2)
-    # Rows and columns lead, so that one step of the substitution is a few long vector operations over all blocks.
+    # Rows and columns lead, so that one step of the substitution is a few long vector operations over all blocks. Each
+    # finished row is taken out of all later ones by elementwise operations only: a block's bits must not depend on how
+    # many blocks are computed with it (a run cut on the quantization grid equals the uncut one), and a reduction's do.
     corners = corners.movedim((-3, -2), (0, 1)).contiguous()
     small = torch.zeros_like(corners)
-    for i in range(width):
-        small[i, i] = 1
-        if i:
-            small[i, :i] = -(corners[i, :i, None] * small[:i, :i]).sum(0)
+    small.diagonal().fill_(1)
+    for j in range(width - 1):
+        small[j + 1 :, : j + 1] -= corners[j + 1 :, j, None] * small[j, : j + 1]
     small = small.movedim((0, 1), (-2, -1))
     if count == 1:
         return small.squeeze(-3)
