@@ -34,7 +34,7 @@ test: lint check
 
 # One thread a process: with $(JOBS) processes on as many cores, more threads only wait for each other.
 check: $(VENV)/.dev
-	OMP_NUM_THREADS=1 LATTN_TEST_HF517=$(ALT)/hf517 LATTN_TEST_FLA=$(ALT)/fla \
+	OMP_NUM_THREADS=1 LATTN_TEST_HF517="$(ALT)/hf517" LATTN_TEST_FLA="$(ALT)/fla" \
 	    $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 lint: $(VENV)/.dev
@@ -60,13 +60,14 @@ $(VENV)/.demo: $(VENV)/.python pyproject.toml Makefile
 	@touch $@
 
 # The other transformers and FLA lie beside the environment: a test puts them on PYTHONPATH of a process of its own, so
-# everything else is tested without FLA and Triton, as most CPU-only machines are.
+# everything else is tested without FLA and Triton, as most CPU-only machines are. The transformers brings what it
+# needs (torch is no dependency of it); FLA's dependencies would bring a second torch.
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "Installing the test tools into $(VENV) (once) ..."
 	$(PIP) $(TORCH) $(TRANSFORMERS) --editable '.[dev]'
-	rm -rf $(ALT)
-	$(PIP) --no-deps --target $(ALT)/hf517 $(TRANSFORMERS_OLD)
-	$(PIP) --no-deps --target $(ALT)/fla $(FLA)
+	rm -rf "$(ALT)"
+	$(PIP) --target "$(ALT)/hf517" $(TRANSFORMERS_OLD)
+	$(PIP) --target "$(ALT)/fla" --no-deps $(FLA)
 	@touch $@
 
 clean:

@@ -122,9 +122,11 @@ def parse_options(mode: str | None, options: dict[str, Any]) -> tuple[Recipe | N
 
 def _speak(context: PassContext, report: Report, recipe: Recipe | None, strict: bool) -> None:
     """Say once what silence would hide; under `strict` raise it."""
-    spoken = list(context.warnings)
+    spoken = [*context.warnings, *(u.reason.text for u in report.unmatched)]
     if not report.rewritten:
-        why = "; ".join(sorted({f"{s.reason.code}: {s.reason.text}" for s in report.left if s.reason}))
+        why = "; ".join(
+            sorted({f"{r.code}: {r.text}" for x in report.left_though_asked + report.left if (r := x.reason)})
+        )
         spoken.append(
             "nothing was rewritten in a compiled graph: "
             + (why or "no known recurrence was found in it (lc.inspect shows what is recognised)")
@@ -143,9 +145,10 @@ def _speak(context: PassContext, report: Report, recipe: Recipe | None, strict: 
 
 
 def _take_refusals() -> list[capture.Refused | capture.LeftAlone]:
-    taken = list(capture.REFUSALS)
+    """What tracing left alone, once each: a wrapper and what it wraps are both known functions."""
+    taken = {getattr(r, "path", None) or r.call: r for r in capture.REFUSALS}
     capture.REFUSALS.clear()
-    return taken
+    return list(taken.values())
 
 
 def _policies_fingerprint(context: PassContext) -> str:

@@ -148,5 +148,5 @@ def check_encoded(fmt: Format, enc: Mapping[str, Tensor], shapes: Mapping[str, t
                 f"enc[{key!r}]",
                 got=f"shape {list(enc[key].shape)}",
                 want=f"[..., {', '.join(map(str, want))}]",
-                remedy=f"Its tile is not that of {fmt}: decode with the format that encoded it.",
+                remedy=f"These are not tensors of {fmt} for this shape: decode as they were encoded.",
             )

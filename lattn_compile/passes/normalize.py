@@ -1,7 +1,11 @@
-"""Normalize: fold into a site's arguments what its op does itself.
+"""Normalize: one spelling for what stands around the sites.
 
 transformers 5.17 repeats the key heads before the call, where later versions pass them unrepeated; the op groups heads
 itself (value head j uses key head j // R), so the repeat is dropped and the key heads stay at H.
+
+A cache that is still empty is concatenated with the first keys and values. `torch.cat` returns a contiguous tensor;
+Inductor's decomposition of a cat with one non-empty operand returns the operand's own strides. The next decode step
+would then be compiled twice, once for either layout, so the copy is spelled out here.
 """
 
 from __future__ import annotations
@@ -11,12 +15,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from lattn_compile.passes.context import PassContext, SiteNode, shape_of
+from lattn_compile.passes.context import PassContext, SiteNode, shape_of, value_of
 
 
 def run(context: PassContext) -> None:
     for site in context.sites:
         _fold_head_repeat(site)
+    if context.sites:
+        for node in list(context.module.graph.nodes):
+            if node.op == "call_function" and node.target is torch.cat:
+                _spell_out_copy(node)
 
 
 def _fold_head_repeat(site: SiteNode) -> None:
@@ -49,3 +57,26 @@ def _repeated(node: Any) -> tuple[fx.Node, int] | None:
     if type(repeats) is not int or not isinstance(x, fx.Node) or shape is None or len(shape) != 4 or dim not in (2, -2):
         return None
     return x, repeats
+
+
+def _spell_out_copy(node: fx.Node) -> None:
+    operands = node.args[0] if node.args else node.kwargs.get("tensors")
+    if not isinstance(operands, (list, tuple)):
+        return
+    shapes = [shape_of(x) for x in operands]
+    filled = [
+        x
+        for x, shape in zip(operands, shapes, strict=True)
+        if not (shape and any(type(n) is int and n == 0 for n in shape))
+    ]
+    value = value_of(node)
+    if len(filled) != 1 or len(operands) < 2 or not isinstance(value, torch.Tensor):
+        return
+    (x,) = filled
+    if not isinstance(x, fx.Node) or value_of(x) is None or value_of(x).dtype != value.dtype:
+        return
+    with node.graph.inserting_before(node):
+        copy = node.graph.call_method("clone", (x,), {"memory_format": torch.contiguous_format})
+    copy.meta = dict(node.meta)
+    node.replace_all_uses_with(copy)
+    node.graph.erase_node(node)

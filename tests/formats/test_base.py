@@ -211,7 +211,7 @@ enc: got tensors ['codes', 'state_scale']
         """\
 enc['state_scale']: got shape [1, 2]
   want [..., 1, 4]
-  Its tile is not that of int8/*x32: decode with the format that encoded it.""",
+  These are not tensors of int8/*x32 for this shape: decode as they were encoded.""",
     )
     with pytest.raises(FormatError):
         Int8().decode(enc, shape=(8, 64))

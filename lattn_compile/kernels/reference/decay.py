@@ -64,7 +64,8 @@ class HeadDecay:
     """
 
     def __init__(self, q: Tensor, k: Tensor, g: Tensor | None, groups: int) -> None:
-        self.q_in, self.k_in, self.k_out, self.groups = q, k, k, groups
+        self.q_in, self.k_in, self.k_out = q, k, k
+        self._g, self._groups = g, groups
         self.from_start = self.to_end = self.whole = self._weights = None
         if g is not None:
             self._weights = _pair_weights(g)
@@ -74,12 +75,14 @@ class HeadDecay:
             self.whole = self.from_start[:, :, None, :, -1]
 
     def overlaps(self) -> Tensor:
-        """`[B, H, G, b, b]`, strictly lower."""
-        return self._weigh(self.k_in @ self.k_in.mT).tril(-1)
+        """`[B, H, G, b, b]`, strictly lower, in float64: see `wy.py`."""
+        k = self.k_in.double()
+        weights = None if self._g is None else _pair_weights(self._g.double())
+        return self._weigh(k @ k.mT, weights).tril(-1)
 
     def reads(self) -> Tensor:
         """`[B, H, G, b, b]`, lower."""
-        return self._weigh(self.q_in @ self.k_in.mT).tril()
+        return self._weigh(self.q_in @ self.k_in.mT, self._weights).tril()
 
     def backward(
         self, grad: OperandGrads, reads: Tensor, overlaps: Tensor | None
@@ -102,11 +105,11 @@ class HeadDecay:
         dg[..., 1:] += pairs.cumsum(-1).tril(-1).sum(-2)[..., :-1]
         return dq, dk, dg
 
-    def _weigh(self, products: Tensor) -> Tensor:
+    def _weigh(self, products: Tensor, weights: Tensor | None) -> Tensor:
         products = products[:, :, None]
-        if self._weights is None:
-            return products.expand(-1, -1, self.groups, -1, -1)
-        return products * self._weights
+        if weights is None:
+            return products.expand(-1, -1, self._groups, -1, -1)
+        return products * weights
 
     def _unweigh(self, grad: Tensor) -> Tensor:
         """Adjoint of `_weigh`: key heads receive the sum over their value heads."""
@@ -143,19 +146,13 @@ class ChannelDecay:
         self.whole = self._from_start[..., -1, :][..., None, None]
 
     def overlaps(self) -> Tensor:
-        """`[B, HV, 1, b, b]`, strictly lower."""
-        out = self._g.new_zeros(*self._g.shape[:-1], self._g.shape[-2])
-        for half, later, earlier in self._levels():
-            quadrant = _quadrants(out, half)
-            quadrant.copy_(self._half(self._k, half, 1, later) @ self._half(self._k, half, 0, earlier).mT)
-        return out[:, :, None]
+        """`[B, HV, 1, b, b]`, strictly lower, in float64: see `wy.py`."""
+        k = self._k.double()
+        return self._products(k, k, self._g.double())[:, :, None]
 
     def reads(self) -> Tensor:
         """`[B, HV, 1, b, b]`, lower."""
-        out = self._g.new_zeros(*self._g.shape[:-1], self._g.shape[-2])
-        for half, later, earlier in self._levels():
-            quadrant = _quadrants(out, half)
-            quadrant.copy_(self._half(self._q, half, 1, later) @ self._half(self._k, half, 0, earlier).mT)
+        out = self._products(self._q, self._k, self._g)
         own = (self._q * self._k).sum(-1).repeat_interleave(self._groups, 1)
         out.diagonal(dim1=-2, dim2=-1).copy_(own)
         return out[:, :, None]
@@ -170,7 +167,7 @@ class ChannelDecay:
         dk = self._fold(grad.k_in * self._from_start + grad.k_out * self._to_end) + diagonal * self._q
         dg = _suffix_sum(grad.q_in * self.q_in + grad.k_in * self.k_in, -2)
         dg += _prefix_sum_exclusive(grad.k_out * self.k_out, -2) + grad.whole[:, :, None]
-        for half, later, earlier in self._levels():
+        for half, later, earlier in _levels(self._g):
             early_k = self._half(self._k, half, 0, earlier)
             late_q, g_reads = self._half(self._q, half, 1, later), _quadrants(dreads, half)
             dlate, dearly = g_reads @ early_k, g_reads.mT @ late_q
@@ -191,16 +188,13 @@ class ChannelDecay:
     def _groups(self) -> int:
         return self._g.shape[1] // self._key_heads
 
-    def _levels(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Per level: the length of a half, and the weights `[B, HV, n, half, K]` middle -> later and earlier -> middle.
-
-        The middle lies between the halves. Recomputed in the adjoint: they are cheaper than the memory they take.
-        """
-        half = self._g.shape[-2] // 2
-        while half:
-            g = _halves(self._g, half)
-            yield half, g[..., 1, :, :].cumsum(-2).exp(), _suffix_sum_exclusive(g[..., 0, :, :], -2).exp()
-            half //= 2
+    def _products(self, left: Tensor, right: Tensor, g: Tensor) -> Tensor:
+        """`left_i . (w(j -> i) right_j)` for `j < i`, `[B, HV, b, b]`."""
+        out = g.new_zeros(*g.shape[:-1], g.shape[-2])
+        for half, later, earlier in _levels(g):
+            block = self._half(left, half, 1, later) @ self._half(right, half, 0, earlier).mT
+            _quadrants(out, half).copy_(block)
+        return out
 
     def _times(self, weight: Tensor, x: Tensor) -> Tensor:
         """`weight [B, HV, ...] * x [B, H', ...]`, each key head for its value heads."""
@@ -226,6 +220,18 @@ def _pair_weights(g: Tensor) -> Tensor:
     # Column j holds g_l for l > j only, so its running sum at i is exactly g_{j+1} + ... + g_i.
     segments = g[..., :, None].expand(*g.shape, size).masked_fill(ones.triu(), 0).cumsum(-2)
     return segments.masked_fill_(ones.triu(1), -torch.inf).exp_()
+
+
+def _levels(g: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Per level: the length of a half, and the weights `[B, HV, n, half, K]` middle -> later and earlier -> middle.
+
+    The middle lies between the halves. Recomputed where needed: cheaper than the memory they take.
+    """
+    half = g.shape[-2] // 2
+    while half:
+        split = _halves(g, half)
+        yield half, split[..., 1, :, :].cumsum(-2).exp(), _suffix_sum_exclusive(split[..., 0, :, :], -2).exp()
+        half //= 2
 
 
 def _halves(x: Tensor, half: int) -> Tensor:

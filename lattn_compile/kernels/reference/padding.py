@@ -44,7 +44,7 @@ def gather(x: Tensor, slots: Slots, dtype: torch.dtype) -> Tensor:
     shape = (rows, width, *x.shape[1:])
     if slots.first is not None:
         return x[slots.first : slots.first + rows * width].reshape(shape).to(dtype)
-    if rows * width == 0:
+    if x.shape[0] == 0 or rows * width == 0:  # index_select refuses an empty tensor
         return x.new_zeros(shape, dtype=dtype)
     padded = x.index_select(0, slots.index.reshape(-1)).reshape(shape).to(dtype)
     if slots.valid is not None:

@@ -53,7 +53,7 @@ class Blocks:
         q_rstd, k_rstd: reciprocal norms for the backward, None where q and k came as they are.
         v: `[B, H, G, b, V]`. beta: `[B, H, G, b, 1]` or None.
         decay: the decayed operands, of the scaled q.
-        overlaps, inverse: `[B, H, G, b, b]`, None for the additive rule; inverse is `(I + beta overlaps)^-1`.
+        overlaps, inverse: `[B, H, G, b, b]`, None for the additive rule; inverse is `(I + beta overlaps)^-1`, float64.
         reads: `[B, H, G, b, b]`; empty when it was not asked for.
     """
 
@@ -154,6 +154,7 @@ class Run:
         if self.delta:
             overlaps = decay.overlaps()
             inverse = unit_lower_inverse(_weighted(overlaps, beta))
+            overlaps = overlaps.to(dtype)
         matrix = decay.reads() if reads else q.new_empty(0)
         return Blocks(slots, q, k, q_rstd, k_rstd, v, beta, decay, overlaps, inverse, matrix)
 
@@ -174,7 +175,8 @@ class Run:
                 states[rows] = state
             if blocks.inverse is not None:
                 erased = _weighted(_unfold(decay.k_in[rows] @ state, self.groups), decay.from_start, rows)
-                updates[rows] = blocks.inverse[rows] @ (scaled[rows] - _weighted(erased, blocks.beta, rows))
+                known = scaled[rows] - _weighted(erased, blocks.beta, rows)
+                updates[rows] = (blocks.inverse[rows] @ known.double()).to(self.dtype)
             if decay.whole is not None:
                 _by_group(state, self.groups).mul_(decay.whole[rows])
             state += decay.k_out[rows].mT @ _fold(_weighted(updates[rows], decay.to_end, rows))
@@ -297,9 +299,11 @@ class Run:
             if decay.whole is not None:
                 _by_group(dstate, self.groups).mul_(decay.whole[rows])
             dstate += dqueried[rows]
-            drhs[rows] = dupdates[rows] + carried[rows]
-            if blocks.inverse is not None:
-                drhs[rows] = blocks.inverse[rows].mT @ drhs[rows]
+            dupdate = dupdates[rows] + carried[rows]
+            if blocks.inverse is None:
+                drhs[rows] = dupdate
+            else:
+                drhs[rows] = (blocks.inverse[rows].mT @ dupdate.double()).to(self.dtype)
                 erase = _weighted(_weighted(drhs[rows], blocks.beta, rows), decay.from_start, rows)
                 dstate -= decay.k_in[rows].mT @ _fold(erase)
         return dstates, carried, drhs

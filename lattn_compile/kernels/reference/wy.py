@@ -3,6 +3,10 @@
 Inside a block, `u_i = beta_i (v_i - S~_i^T k_i)` couples every token to the earlier ones of its block:
 `(I + A) U = R` with `A` strictly lower triangular. (Yang et al. 2024, "Parallelizing Linear Transformers with the
 Delta Rule", eq. 10-11.)
+
+A, its inverse and the products with it are float64 whatever the state's dtype. In fp32 the rounding errors of A's
+entries are amplified by `norm((I + A)^-1)`, up to 20 for repeated keys with beta = 1.9, and are the same in row after
+row: ten times the error of the token loop, over the bound of semantics §8. In float64 the loop's own error remains.
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ def _system(kind: str, size: int, beta: float, g: float) -> torch.Tensor:
 @pytest.mark.parametrize("size", [1, 2, 8, 16, 32, 64])
 @pytest.mark.parametrize("beta", [0.5, 1.0, 1.9])
 @pytest.mark.parametrize("g", [0.0, -0.01])
-def test_inverse_in_fp32_is_right_for_correlated_keys_and_slow_decay(kind: str, size: int, beta: float, g: float) -> None:
+def test_inverse_in_fp32_is_right_for_correlated_keys_and_slow_decay(
+    kind: str, size: int, beta: float, g: float
+) -> None:
     # The fp32 matrix is the problem that is solved; that it is itself rounded is no error of the inverse.
     system = _system(kind, size, beta, g).float()
     want = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + system.double())

@@ -1,0 +1,533 @@
+"""The chunked reference: it is the float64 token loop, forward and backward, whatever the shapes, gates and grid."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lattn_compile.formats import parse
+from lattn_compile.kernels.reference import chunk, span
+from lattn_compile.testing import oracle
+
+NAMES = ("q", "k", "v", "g", "beta")
+DECAYS = ("none", "head", "channel")
+RULES = ("delta", "additive")
+
+
+@dataclasses.dataclass
+class Case:
+    """Flat tokens of sequences of `lengths`, each in `rooms[i]` rows whose last ones belong to nobody."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+    state: Tensor
+    rooms: Tensor
+    lengths: Tensor
+    offsets: Tensor | None
+    rule: str
+    scale: float
+    qk_l2norm: bool
+    chunk_size: int = 64
+    state_format: str | None = None
+    readout: str = "before_write"
+
+    @property
+    def starts(self) -> Tensor:
+        return self.rooms.cumsum(0) - self.rooms
+
+    @property
+    def inside(self) -> Tensor:
+        row = torch.arange(self.q.shape[0])
+        return ((row >= self.starts[:, None]) & (row < (self.starts + self.lengths)[:, None])).any(0)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: x for name in NAMES if (x := getattr(self, name)) is not None}
+
+    def map(self, change: Any) -> Case:
+        return dataclasses.replace(
+            self, **{name: change(x) for name, x in self.tensors().items()}, state=change(self.state)
+        )
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "rule": self.rule,
+            "scale": self.scale,
+            "qk_l2norm": self.qk_l2norm,
+            "chunk_size": self.chunk_size,
+            "quantize": None if self.state_format is None else parse(self.state_format),
+            "readout": self.readout,
+        }
+
+    def arguments(self) -> tuple[Any, ...]:
+        tokens = (getattr(self, name) for name in NAMES)
+        return (*tokens, self.state, self.starts, self.lengths, self.offsets)
+
+    def forward(self) -> dict[str, Tensor]:
+        """`o` (NaN where nothing was written) and `final`."""
+        o = torch.full(self.v.shape, torch.nan, dtype=self.state.dtype)
+        return {"final": chunk.forward(*self.arguments(), o, **self.options()), "o": o}
+
+    def backward(self, grad_o: Tensor | None, grad_final: Tensor | None) -> dict[str, Tensor]:
+        """Gradients by name, NaN where nothing was written."""
+        grads = {
+            f"d{name}": torch.full(x.shape, torch.nan, dtype=self.state.dtype) for name, x in self.tensors().items()
+        }
+        dstate = chunk.backward(grad_o, grad_final, *self.arguments(), grads, **self.options())
+        return grads | {"dstate": dstate}
+
+    def cotangents(self) -> tuple[Tensor, Tensor]:
+        """Of `o`, NaN in rows that belong to nobody, and of the final state."""
+        rng = torch.Generator().manual_seed(7)
+        grad_o = torch.randn(self.v.shape, generator=rng, dtype=torch.float64)
+        grad_o[~self.inside] = torch.nan
+        grad_final = torch.randn(self.state.shape, generator=rng, dtype=torch.float64)
+        return grad_o.to(self.state.dtype), grad_final.to(self.state.dtype)
+
+    def both(self) -> dict[str, Tensor]:
+        return self.forward() | self.backward(*self.cotangents())
+
+    def expected(self, *, gradients: bool = True) -> dict[str, Tensor]:
+        """The same by the oracle's loop and autograd through it; zeros in rows that belong to nobody."""
+        grad_o, grad_final = (x.double() for x in self.cotangents())
+        double = self.map(lambda x: x.double().clone().requires_grad_(gradients))
+        edges = torch.cat((self.rooms.new_zeros(1), self.rooms.cumsum(0)))
+        out = oracle(
+            *(None if x is None else x[None] for x in (getattr(double, name) for name in NAMES)),
+            double.state,
+            edges,
+            sequence_lengths=self.lengths,
+            cursor=torch.zeros_like(self.lengths) if self.offsets is None else self.offsets % self.chunk_size,
+            rule=self.rule,
+            scale=self.scale,
+            qk_l2norm=self.qk_l2norm,
+            write="exact" if self.state_format is None else "chunk",
+            state_format=self.state_format or "fp32",
+            chunk_size=self.chunk_size,
+            readout=self.readout,
+        )
+        result = {"final": out.final_state.detach(), "o": out.o[0].detach()}
+        if gradients:
+            loss = (out.o[0] * grad_o.nan_to_num()).sum() + (out.final_state * grad_final).sum()
+            leaves = [*double.tensors().values(), double.state]
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+            result |= dict(zip([*(f"d{name}" for name in double.tensors()), "dstate"], grads, strict=True))
+        return result
+
+
+def make_case(
+    *,
+    rule: str = "delta",
+    decay: str = "head",
+    lengths: tuple[int, ...] = (130,),
+    spare: int = 0,
+    key_heads: int = 1,
+    groups: int = 2,
+    key_dim: int = 8,
+    value_dim: int = 6,
+    beta: bool = True,
+    qk_l2norm: bool = True,
+    offsets: tuple[int, ...] | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> Case:
+    """A random case; rows that belong to nobody are NaN."""
+    rng = torch.Generator().manual_seed(seed)
+    heads = key_heads * groups
+    rooms = torch.tensor([n + spare for n in lengths], dtype=torch.int64)
+    tokens = int(rooms.sum())
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    k = normal(tokens, key_heads, key_dim)
+    per_gate = {"head": (tokens, heads), "channel": (tokens, heads, key_dim)}
+    # Rates over four decades, so that one block holds slow and strong decay side by side.
+    g = None if decay == "none" else -(10.0 ** (normal(*per_gate[decay]).clamp(-3, 1.5)))
+    case = Case(
+        q=normal(tokens, key_heads, key_dim),
+        k=k if qk_l2norm else torch.nn.functional.normalize(k, dim=-1),
+        v=normal(tokens, heads, value_dim),
+        g=g,
+        beta=1.9 * torch.rand(tokens, heads, generator=rng, dtype=torch.float64) if beta else None,
+        state=normal(len(lengths), heads, key_dim, value_dim),
+        rooms=rooms,
+        lengths=torch.tensor(lengths, dtype=torch.int64),
+        offsets=None if offsets is None else torch.tensor(offsets, dtype=torch.int64),
+        rule=rule,
+        scale=key_dim**-0.5,
+        qk_l2norm=qk_l2norm,
+        **options,
+    )
+    for x in case.tensors().values():
+        x[~case.inside] = torch.nan
+    return case.map(lambda x: x.to(dtype))
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Frobenius; against an absolute 1e-6 where the right answer is (almost) zero."""
+    if got.numel() == 0:
+        return 0.0
+    error = float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-6))
+    return error if error == error else float("inf")
+
+
+def assert_close(case: Case, got: dict[str, Tensor], want: dict[str, Tensor], bound: float) -> None:
+    per_token = {"o", *(f"d{name}" for name in NAMES)}
+    for name, expected in want.items():
+        value = got[name]
+        if name in per_token:
+            assert value[~case.inside].isnan().all(), f"{name}: a row outside the sequences was written"
+            value, expected = value[case.inside], expected[case.inside]
+        assert relative(value, expected) < bound, f"{name}: {relative(value, expected):.1e}"
+
+
+SHAPES = {
+    "rule": st.sampled_from(RULES),
+    "decay": st.sampled_from(DECAYS),
+    "lengths": st.lists(st.sampled_from([0, 1, 2, 5, 17, 63, 64, 65, 100]), min_size=1, max_size=3).map(tuple),
+    "spare": st.sampled_from([0, 3]),
+    "key_heads": st.sampled_from([1, 2]),
+    "groups": st.sampled_from([1, 2, 3]),
+    "key_dim": st.sampled_from([1, 3, 8, 20]),
+    "value_dim": st.sampled_from([1, 5, 8]),
+    "beta": st.booleans(),
+    "qk_l2norm": st.booleans(),
+    "seed": st.integers(0, 10**6),
+}
+BUDGETS = st.sampled_from([1, span.SPAN_BUDGET])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.fixed_dictionaries(SHAPES), BUDGETS)
+def test_exact_float64_equals_the_token_loop_with_all_gradients(shape: dict[str, Any], budget: int) -> None:
+    case = make_case(**shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(span, "SPAN_BUDGET", budget)
+        assert_close(case, case.both(), case.expected(), 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.fixed_dictionaries(SHAPES),
+    BUDGETS,
+    st.sampled_from([1, 3, 16, 17, 64, 65, 100, 128]),
+    st.sampled_from(["int8", "fp8_e4m3/4x1", "nvfp4", "bf16"]),
+    st.sampled_from(["before_write", "after_write"]),
+    st.one_of(st.none(), st.lists(st.integers(0, 127), min_size=3, max_size=3)),
+)
+def test_rounding_on_the_grid_in_float64_equals_the_token_loop_with_all_gradients(
+    shape: dict[str, Any], budget: int, chunk_size: int, state_format: str, readout: str, leads: list[int] | None
+) -> None:
+    offsets = None if leads is None else tuple(x % chunk_size for x in leads[: len(shape["lengths"])])
+    case = make_case(**shape, offsets=offsets, chunk_size=chunk_size, state_format=state_format, readout=readout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(span, "SPAN_BUDGET", budget)
+        assert_close(case, case.both(), case.expected(), 1e-9)
+
+
+# Field reports B14b, B33-B37: gates that break chunk forms built on differences of cumulative sums or on exponentials
+# of non-causal pairs. One value for all 130 tokens (two block borders), then exceptions `(where, value)`.
+Exceptions = list[tuple[Any, float]]
+GATES: dict[str, tuple[float, Exceptions]] = {
+    "no decay": (0.0, []),
+    "-90 first, then slow": (-0.01, [(0, -90.0)]),
+    "-200 next to slow": (-0.01, [(slice(5, None, 9), -200.0)]),
+    "-80 everywhere": (-80.0, []),
+    "reset at the first token": (-0.1, [(0, -torch.inf)]),
+    "reset inside, at borders, twice in a row": (-0.1, [([10, 11, 31, 32, 63, 64, 127, 129], -torch.inf)]),
+    "reset everywhere": (-torch.inf, []),
+    "slow": (-1e-4, []),
+}
+CHANNEL_GATES: dict[str, tuple[float, Exceptions]] = {
+    "all at the lower bound": (-5.0, []),
+    "0, -0.5, -2.5, -3 and -5 side by side": (
+        -5.0,
+        [((..., 0), 0.0), ((..., 1), -0.5), ((..., 2), -2.5), ((..., 3), -3.0), ((slice(None, None, 7), 0, 4), 0.0)],
+    ),
+    "one channel reset": (-0.1, [((slice(3, None, 20), 0, 2), -torch.inf)]),
+}
+
+
+def _gate(decay: str, fill: float, exceptions: Exceptions) -> Tensor:
+    g = torch.full((130, 2) if decay == "head" else (130, 2, 8), fill, dtype=torch.float64)
+    for where, value in exceptions:
+        g[where] = value
+    return g
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("decay", "gate"),
+    [("head", name) for name in GATES] + [("channel", name) for name in GATES | CHANNEL_GATES],
+)
+def test_hostile_gates_are_exact_and_have_finite_gradients(rule: str, decay: str, gate: str) -> None:
+    case = make_case(rule=rule, decay=decay)
+    case.g = _gate(decay, *(GATES | CHANNEL_GATES)[gate])
+    want = case.expected()
+    assert all(x.isfinite().all() for x in want.values())
+    assert_close(case, case.both(), want, 1e-9)
+    single = case.map(Tensor.float)
+    got = single.both()
+    assert all(x.isfinite().all() for x in got.values())
+    assert_close(single, got, single.expected(), 5e-6)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_reset_forgets_the_initial_state(decay: str) -> None:
+    if decay == "none":
+        pytest.skip("no gate to reset with")
+    case = make_case(decay=decay, dtype=torch.float32)
+    assert case.g is not None
+    case.g[20] = -torch.inf
+    other = dataclasses.replace(case, state=case.state + 100)
+    ours, theirs = case.both(), other.both()
+    assert torch.equal(ours["final"], theirs["final"]) and torch.equal(ours["o"][20:], theirs["o"][20:])
+    assert (ours["dg"][20] == 0).all() and not torch.equal(ours["o"][:20], theirs["o"][:20])
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("rule", RULES)
+def test_zero_keys_and_zero_beta_have_finite_exact_gradients(rule: str, decay: str) -> None:
+    case = make_case(rule=rule, decay=decay)
+    assert case.beta is not None
+    case.k[::5], case.q[::7], case.beta[::3] = 0, 0, 0
+    want = case.expected()
+    assert all(x.isfinite().all() for x in want.values())
+    assert_close(case, case.both(), want, 1e-9)
+    single = case.map(Tensor.float)
+    assert_close(single, single.both(), want, 5e-6)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("rule", RULES)
+def test_masked_tokens_are_the_exact_identity(rule: str, decay: str) -> None:
+    case = make_case(rule=rule, decay=decay, dtype=torch.float32, lengths=(64,))
+    assert case.beta is not None
+    case.beta[5:] = 0
+    if case.g is not None:
+        case.g[5:] = 0
+    short = dataclasses.replace(case, lengths=torch.tensor([5]))
+    # The blocks differ in size, so the five written tokens may differ in their last bits.
+    assert relative(case.forward()["final"], short.forward()["final"]) < 3e-7
+    case.beta[:] = 0
+    if case.g is not None:
+        case.g[:] = 0
+    assert torch.equal(case.forward()["final"], case.state)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("beta", [0.5, 1.0, 1.9])
+@pytest.mark.parametrize("kind", ["repeated", "cosine 0.9"])
+@pytest.mark.parametrize("g", [0.0, -0.01])
+def test_correlated_keys_hold_the_fp32_bound(decay: str, beta: float, kind: str, g: float) -> None:
+    if decay == "none" and g:
+        pytest.skip("that is the per-head case")
+    case = make_case(decay=decay, lengths=(512,), key_dim=32, value_dim=16, dtype=torch.float32)
+    direction = torch.nn.functional.normalize(case.k[:1], dim=-1)
+    noise = torch.nn.functional.normalize(case.k, dim=-1)
+    case.k = direction.expand_as(case.k).clone() if kind == "repeated" else 0.9 * direction + 0.19**0.5 * noise
+    assert case.beta is not None
+    case.beta.fill_(beta)
+    if case.g is not None:
+        case.g.fill_(g)
+    double = case.map(Tensor.double)
+    want = double.both()
+    assert_close(case, {n: want[n] for n in ("o", "final")}, double.expected(gradients=False), 1e-9)
+    bound = 5e-6 + 2**-24 * min(512, 1 / abs(g) if g else 512)
+    assert_close(case, case.both(), want, bound)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("rule", RULES)
+def test_fp32_holds_the_bound_over_4096_tokens(rule: str, decay: str) -> None:
+    slow = -1e-3
+    case = make_case(rule=rule, decay=decay, lengths=(4096,), groups=1, key_dim=64, value_dim=32, dtype=torch.float32)
+    if case.g is not None:
+        case.g.fill_(slow)
+    double = case.map(Tensor.double)
+    want = double.both()
+    assert_close(case, {n: want[n] for n in ("o", "final")}, double.expected(gradients=False), 1e-9)
+    bound = 5e-6 + 2**-24 * min(4096, 4096 if case.g is None else 1 / abs(slow))
+    got = case.both()
+    assert_close(case, {n: got[n] for n in ("o", "final")}, {n: want[n] for n in ("o", "final")}, bound)
+    assert_close(case, got, want, 1e-5)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("rule", RULES)
+def test_gradcheck(rule: str, decay: str) -> None:
+    case = make_case(rule=rule, decay=decay, lengths=(3, 0, 19), key_dim=3, value_dim=2)
+    names = [*case.tensors(), "state"]
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+            ctx.case = dataclasses.replace(case, **dict(zip(names, inputs, strict=True)))
+            out = ctx.case.forward()
+            return out["o"], out["final"]
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+            return tuple(ctx.case.backward(*grads).values())
+
+    inputs = [getattr(case, name).clone().requires_grad_() for name in names]
+    assert torch.autograd.gradcheck(Kernel.apply, inputs, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("readout", ["before_write", "after_write"])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (60, 20), (7, 5)])
+@pytest.mark.parametrize("chunk_size", [16, 100])
+def test_a_run_cut_on_the_grid_has_the_bits_of_the_uncut_run(
+    decay: str, readout: str, key_dim: int, value_dim: int, chunk_size: int
+) -> None:
+    length = 5 * chunk_size + 7
+    case = make_case(
+        decay=decay, lengths=(length,), key_dim=key_dim, value_dim=value_dim, dtype=torch.float32,
+        chunk_size=chunk_size, state_format="int8", readout=readout,
+    )  # fmt: skip
+    whole = case.forward()
+    state, first, pieces = case.state, 0, []
+    for tokens in (chunk_size, 3 * chunk_size, length - 4 * chunk_size):
+        rows = slice(first, first + tokens)
+        piece = dataclasses.replace(
+            case,
+            **{name: x[rows].clone() for name, x in case.tensors().items()},
+            state=state,
+            rooms=torch.tensor([tokens]),
+            lengths=torch.tensor([tokens]),
+        ).forward()
+        pieces.append(piece["o"])
+        state, first = piece["final"], first + tokens
+    assert torch.equal(state, whole["final"]) and torch.equal(torch.cat(pieces), whole["o"])
+
+
+def test_a_run_cut_off_the_grid_continues_with_its_offset() -> None:
+    case = make_case(lengths=(150,), chunk_size=40, state_format="int8", readout="after_write")
+    whole = case.forward()
+    state, pieces = case.state, []
+    for first, last in ((0, 13), (13, 97), (97, 97), (97, 150)):
+        piece = dataclasses.replace(
+            case,
+            **{name: x[first:last] for name, x in case.tensors().items()},
+            state=state,
+            rooms=torch.tensor([last - first]),
+            lengths=torch.tensor([last - first]),
+            offsets=torch.tensor([first]),
+        ).forward()
+        pieces.append(piece["o"])
+        state = piece["final"]
+    assert relative(state, whole["final"]) < 1e-12 and relative(torch.cat(pieces), whole["o"]) < 1e-12
+
+
+def test_after_write_the_last_token_of_a_chunk_reads_the_rounded_state() -> None:
+    case = make_case(lengths=(20,), groups=1, chunk_size=20, state_format="int8", readout="after_write")
+    after = case.forward()
+    before = dataclasses.replace(case, readout="before_write").forward()
+    exact = dataclasses.replace(case, state_format=None).forward()
+    q = torch.nn.functional.normalize(case.q[19, 0], dim=0)
+    assert torch.equal(after["final"], parse("int8").qdq(exact["final"]))
+    assert relative(after["o"][19, 0], case.scale * q @ after["final"][0, 0]) < 1e-5
+    assert torch.equal(after["o"][:19], exact["o"][:19]) and torch.equal(before["o"], exact["o"])
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_an_empty_sequence_returns_its_state_and_its_gradient_bit_for_bit(quantized: bool) -> None:
+    options = {"state_format": "int8", "offsets": (5, 63, 0)} if quantized else {}
+    case = make_case(lengths=(0, 70, 0), spare=1, dtype=torch.float32, **options)
+    got, (_, grad_final) = case.both(), case.cotangents()
+    for i in (0, 2):
+        assert torch.equal(got["final"][i], case.state[i]) and torch.equal(got["dstate"][i], grad_final[i])
+    alone = make_case(lengths=(0,), dtype=torch.float32)
+    assert torch.equal(alone.forward()["final"], alone.state)
+    assert alone.forward()["final"].data_ptr() != alone.state.data_ptr()
+
+
+def test_no_sequences_at_all() -> None:
+    got = make_case(lengths=(), spare=0).both()
+    assert got["final"].shape == (0, 2, 8, 6) and got["o"].shape == (0, 2, 6)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_inputs_are_not_changed_and_results_share_no_memory_with_them(decay: str) -> None:
+    case = make_case(decay=decay, lengths=(64,), key_heads=1, groups=1, dtype=torch.float32, qk_l2norm=False)
+    grad_o, grad_final = case.cotangents()
+    inputs = [*case.tensors().values(), case.state, grad_o, grad_final]
+    copies = [x.clone() for x in inputs]
+    results = case.forward() | case.backward(grad_o, grad_final)
+    assert all(torch.equal(x, y) for x, y in zip(inputs, copies, strict=True))
+    assert not {x.data_ptr() for x in results.values()} & {x.data_ptr() for x in inputs}
+
+
+def test_absent_cotangents_are_zero_and_absent_names_are_not_written() -> None:
+    case = make_case()
+    grad_o, grad_final = case.cotangents()
+    for given_o, given_final in ((grad_o, None), (None, grad_final), (None, None)):
+        got = case.backward(given_o, given_final)
+        want = case.backward(
+            torch.zeros_like(grad_o) if given_o is None else given_o,
+            torch.zeros_like(grad_final) if given_final is None else given_final,
+        )
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    only = {"dk": torch.zeros_like(case.k)}
+    chunk.backward(grad_o, grad_final, *case.arguments(), only, **case.options())
+    assert torch.equal(only["dk"], case.backward(grad_o, grad_final)["dk"])
+
+
+def test_low_precision_and_strided_inputs_are_computed_in_the_states_dtype() -> None:
+    case = make_case(dtype=torch.float32, decay="channel", groups=1)
+    low = {name: x.bfloat16() for name, x in case.tensors().items()}
+    fused = torch.cat([low["q"], low["k"]], -1)
+    strided = dataclasses.replace(case, **low | {"q": fused[..., :8], "k": fused[..., 8:]})
+    upcast = dataclasses.replace(case, **{name: x.float() for name, x in low.items()})
+    assert all(torch.equal(x, y) for x, y in zip(strided.both().values(), upcast.both().values(), strict=True))
+
+
+def test_values_beyond_the_range_of_fp16_survive() -> None:
+    case = make_case(lengths=(70,), dtype=torch.float32)
+    half = dataclasses.replace(case, **{name: x.half() for name, x in case.tensors().items()}, state=case.state * 7e4)
+    got = half.both()
+    assert all(x.isfinite().all() for x in got.values())
+    assert_close(half, got, half.expected(), 5e-6)
+
+
+class _Recorder(TorchDispatchMode):
+    """Counts operations, and notes the largest tensor that one of them returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls += 1
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, Tensor):
+                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_it_runs_by_blocks_not_by_tokens_and_keeps_no_state_per_token(decay: str) -> None:
+    tokens, key, value = 2048, 64, 64
+    case = make_case(decay=decay, lengths=(tokens,), key_dim=key, value_dim=value, dtype=torch.float32)
+    cotangents = case.cotangents()
+    with _Recorder() as forward:
+        case.forward()
+    with _Recorder() as backward:
+        case.backward(*cotangents)
+    assert forward.calls < tokens and backward.calls < 4 * tokens
+    heads = 2
+    assert max(forward.largest, backward.largest) <= max(tokens * heads * key, 2 * span.SPAN_BUDGET)
+    assert tokens * heads * key * value > 4 * span.SPAN_BUDGET
