@@ -167,6 +167,11 @@ def source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+def compile_count() -> int:
+    """Graphs that reached this backend in this process."""
+    return _COMPILES
+
+
 def last_report() -> Report | None:
     """Report of the most recent compile in this process, with what Dynamo has counted until now.
 

@@ -206,6 +206,8 @@ def test_an_encoded_state_starts_any_mode_but_another_grid() -> None:
             StateError, match=r"initial_state: got EncodedState\(int8/\*x8, chunk\(5\), \[2, 4, 8, 12\]"
         ):
             run(off_grid, policy=policy)
+    with pytest.raises(StateError, match=r"want a state of the policy's own mode, token fp8_e4m3/\*x64"):
+        run(with_encoded, policy=Policy(Fp8()))
     with pytest.raises(StateError, match="initial_state: got dict; want a Tensor"):
         run([*tensors[:5], {}], policy=TOKEN)
 

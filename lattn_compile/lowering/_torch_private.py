@@ -30,13 +30,26 @@ __all__ = [
 ]
 
 
+class _Lasting(list):  # type: ignore[type-arg]
+    """Dynamo's list of start callbacks, one of which `torch._dynamo.reset` does not take away.
+
+    A reset forgets compiled code; that the library can be found by the next trace is not part of that.
+    """
+
+    def __init__(self, items: Any, lasting: Callable[[Any], None]) -> None:
+        super().__init__([*items, lasting])
+        self._lasting = lasting
+
+    def clear(self) -> None:
+        super().clear()
+        self.append(self._lasting)
+
+
 def before_every_trace(callback: Callable[[], None]) -> None:
     """Run `callback` before Dynamo traces a frame, whatever the backend. (`torch._dynamo.callback`)"""
-    from torch._dynamo.callback import on_compile_start
+    from torch._dynamo.callback import callback_handler
 
-    @on_compile_start
-    def _start(args: Any) -> None:
-        callback()
+    callback_handler.start_callbacks = _Lasting(callback_handler.start_callbacks, lambda args: callback())
 
 
 def _translator() -> Any | None:

@@ -178,13 +178,15 @@ def test_smaller_last_tiles_have_their_own_scale() -> None:
     assert same(enc["state_scale"], want)
 
 
-def test_product_is_rounded_to_fp32_before_it_is_rounded_to_a_code() -> None:
-    # x·inv just below a tie in exact arithmetic, on it once rounded to fp32: only the latter gives the even code.
-    scale = rn16(divide(torch.tensor(1.0), 127.0))
+def test_codes_are_rounded_from_the_fp32_product_with_the_inverse() -> None:
+    # Within a few units of a tie, a true division or an unrounded product would give the other code.
+    scale = rn16(divide(randn(4000, 1, 1, seed=9).abs() + 1, 127.0))
+    ties = (torch.arange(0, 126) + 0.5)[:, None] * scale
+    near = torch.cat([(ties.view(torch.int32) + ulps).view(torch.float32) for ulps in range(-2, 3)], 1)
+    S = torch.cat((127.0 * scale, near), 1)
     inv = 1.0 / scale
-    x = torch.linspace(0.0, 1.0, 1 << 18)
-    exact, product = (x.double() * inv.double()).round(), (x * inv).round().double()
-    differ = x[exact != product]
-    assert differ.numel() > 0
-    S = torch.cat((torch.ones(1), differ))[:, None]
-    assert torch.equal(Int8().encode(S)["codes"][1:, 0].float(), (differ * inv).round())
+    assert same(Int8().encode(S)["state_scale"], scale)
+    want = (S * inv).round()
+    for wrong in ((S / scale).round(), (S.double() * inv.double()).round().float()):
+        assert int((wrong != want).sum()) > 1000
+    assert torch.equal(Int8().encode(S)["codes"].float(), want)

@@ -93,6 +93,7 @@ def test_opcheck(write: str) -> None:
 
 def test_opcheck_of_the_backward() -> None:
     tensors = inputs(tokens=11, dtype=torch.float32)
+    tensors[0], tensors[4], tensors[5] = tensors[0].bfloat16(), tensors[4].half(), tensors[5].bfloat16()
     lengths = (None, torch.tensor(3), ints(11, 8), None)
     kwargs = options("chunk", "chunk")
     o, state = OPS["chunk"](*tensors, *lengths, **kwargs)

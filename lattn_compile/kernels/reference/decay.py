@@ -33,7 +33,7 @@ class OperandGrads:
 
     Attributes:
         q_in, k_in, k_out: of the operands of the same name, `[B, H, b, K]`.
-        reads, overlaps: of the matrices, `[B, H, G, b, b]`; overlaps None for the additive rule.
+        reads, overlaps: of the matrices, `[B, H, G, b, b]`; overlaps float64, None for the additive rule.
         from_start, to_end: `[B, H, G, b]`, of the *exponents* of the row weights; None for per-channel decay, whose
             weights are part of the operands.
         whole: of the exponent of the block's weight, `[B, H, G]` or `[B, H, K]`; None without decay.
@@ -94,9 +94,10 @@ class HeadDecay:
         dk = grad.k_in + grad.k_out + dqk.mT @ q
         pairs = grad.reads * reads
         if grad.overlaps is not None and overlaps is not None:
-            dkk = self._unweigh(grad.overlaps.tril(-1))
+            dkk = self._unweigh(grad.overlaps.to(k.dtype).tril(-1))
             dk += (dkk + dkk.mT) @ k
-            pairs += grad.overlaps * overlaps
+            # Repeated keys make these alternate in sign: their sum is much smaller than its terms.
+            pairs = pairs + grad.overlaps * overlaps
         if self._weights is None or grad.from_start is None or grad.to_end is None or grad.whole is None:
             return dq, dk, None
         # g_l is in the exponent of every pair j < l <= i. Summed pair by pair: the usual difference of two running
@@ -161,7 +162,7 @@ class ChannelDecay:
         """Gradients of q, k and g."""
         assert grad.whole is not None
         dreads = grad.reads[:, :, 0]
-        doverlaps = None if grad.overlaps is None else grad.overlaps[:, :, 0]
+        doverlaps = None if grad.overlaps is None else grad.overlaps[:, :, 0].to(self._g.dtype)
         diagonal = self._fold(dreads.diagonal(dim1=-2, dim2=-1)[..., None])
         dq = self._fold(grad.q_in * self._from_start) + diagonal * self._k
         dk = self._fold(grad.k_in * self._from_start + grad.k_out * self._to_end) + diagonal * self._q

@@ -53,7 +53,7 @@ class Blocks:
         q_rstd, k_rstd: reciprocal norms for the backward, None where q and k came as they are.
         v: `[B, H, G, b, V]`. beta: `[B, H, G, b, 1]` or None.
         decay: the decayed operands, of the scaled q.
-        overlaps, inverse: `[B, H, G, b, b]`, None for the additive rule; inverse is `(I + beta overlaps)^-1`, float64.
+        overlaps, inverse: float64 `[B, H, G, b, b]`, None for the additive rule; inverse is `(I + beta overlaps)^-1`.
         reads: `[B, H, G, b, b]`; empty when it was not asked for.
     """
 
@@ -154,7 +154,6 @@ class Run:
         if self.delta:
             overlaps = decay.overlaps()
             inverse = unit_lower_inverse(_weighted(overlaps, beta))
-            overlaps = overlaps.to(dtype)
         matrix = decay.reads() if reads else q.new_empty(0)
         return Blocks(slots, q, k, q_rstd, k_rstd, v, beta, decay, overlaps, inverse, matrix)
 
@@ -232,7 +231,7 @@ class Run:
             seen = _unfold(decay.k_in @ advance.states, groups)
             residual = blocks.v - _weighted(seen, decay.from_start)
             derased = -_weighted(dv, decay.from_start)
-            dsystem = -(drhs @ advance.updates.mT)
+            dsystem = -(drhs.double() @ advance.updates.double().mT)
         rows: dict[str, Tensor] = {"dv": dv.permute(0, 3, 1, 2, 4).flatten(2, 3)}
         if beta is not None:
             dbeta = (drhs * residual).sum(-1)
