@@ -131,7 +131,7 @@ def _with_graph(program: ExportedProgram, graph_module: fx.GraphModule) -> Expor
         graph_signature=copy.deepcopy(program.graph_signature),
         state_dict=program.state_dict,
         range_constraints=copy.deepcopy(program.range_constraints),
-        module_call_graph=copy.deepcopy(program.module_call_graph),
+        module_call_graph=program.module_call_graph,
         example_inputs=program.example_inputs,
         constants=program.constants,
         verifiers=program.verifiers,

@@ -68,12 +68,13 @@ def _compile(
     started = time.perf_counter()
     recipe, strict, patches = parse_options(mode, options)
     training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
-    context = PassContext(gm, recipe, training)
+    left_alone, refused = _take_left_alone()
+    context = PassContext(gm, recipe, training, left_alone, refused)
     passes.run(context)
     if any(s.recipe is None for s in context.sites):
         note_compile_without_recipe()
     _COMPILES += 1
-    report = report_of(context, _take_refusals())
+    report = report_of(context)
     report.compiles = _COMPILES
     _LAST = report
     _speak(context, report, recipe, strict)
@@ -125,7 +126,9 @@ def _speak(context: PassContext, report: Report, recipe: Recipe | None, strict: 
     spoken = [*context.warnings, *(u.reason.text for u in report.unmatched)]
     if not report.rewritten:
         why = "; ".join(
-            sorted({f"{r.code}: {r.text}" for x in report.left_though_asked + report.left if (r := x.reason)})
+            sorted(
+                {f"{r.code}: {r.text}. {r.remedy}" for x in report.left_though_asked + report.left if (r := x.reason)}
+            )
         )
         spoken.append(
             "nothing was rewritten in a compiled graph: "
@@ -144,11 +147,12 @@ def _speak(context: PassContext, report: Report, recipe: Recipe | None, strict: 
         log.warning('no policy in options and none attached: recurrences stay exact (options={"policy": ...})')
 
 
-def _take_refusals() -> list[capture.Refused | capture.LeftAlone]:
-    """What tracing left alone, once each: a wrapper and what it wraps are both known functions."""
-    taken = {getattr(r, "path", None) or r.call: r for r in capture.REFUSALS}
-    capture.REFUSALS.clear()
-    return list(taken.values())
+def _take_left_alone() -> tuple[list[capture.LeftAlone], list[capture.Refused]]:
+    """What the trace behind this graph did not capture, once each: a wrapper and what it wraps are both known."""
+    taken, capture.REFUSALS[:] = list(capture.REFUSALS), []
+    left_alone = {r.path: r for r in taken if isinstance(r, capture.LeftAlone)}
+    refused = {r.call: r for r in taken if isinstance(r, capture.Refused)}
+    return list(left_alone.values()), list(refused.values())
 
 
 def _policies_fingerprint(context: PassContext) -> str:

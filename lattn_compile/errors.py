@@ -150,7 +150,8 @@ REASONS: dict[str, Reason] = {
         Reason(
             code="NO_RULE",
             text="no rule of the recipe matches this site's path",
-            remedy='Add a rule for it, or a last rule ("*", policy).',
+            remedy='Add a rule for it, or a last rule ("*", policy). Paths are relative to the compiled module; '
+            "lc.attach(model, recipe) gives them in full.",
         ),
         Reason(
             code="CALL_OPTIONS",

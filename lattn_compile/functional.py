@@ -64,7 +64,7 @@ def linear_attention(
             default: that of the active `lc.training_phase`, else 0.
         sequence_lengths: tokens at or beyond it vanish: output and gradient 0, whatever they hold. Default: the
             phase's, else T.
-        policy: a `Policy` or a preset's name; None computes exactly.
+        policy: a `Policy` (made outside a compiled region) or a preset's name; None computes exactly.
         position: absolute position of the first token, an int or an int tensor `[]` or `[N]`; sequence_ids: int `[N]`,
             a caller's name for each sequence. Both key the stochastic rounding only; nearest rounding ignores them.
         site_id: key of this call site, likewise.
@@ -83,8 +83,9 @@ def linear_attention(
     ambient_prefix, ambient_sequence = phase.current()
     prefix = as_lengths("prefix_lengths", prefix_lengths) if prefix_lengths is not None else ambient_prefix
     sequence = as_lengths("sequence_lengths", sequence_lengths) if sequence_lengths is not None else ambient_sequence
-    if write == "exact":
-        prefix = None  # it says where rounding begins, and nothing is rounded
+    if policy is None and prefix is None:
+        # Nothing is rounded here, but a recipe may put a policy on this op later, and no phase means p = 0.
+        prefix = torch.zeros((), dtype=torch.int32, device=q.device)
 
     if q.dim() != 4:
         raise ShapeError("q", got=list(q.shape), want="[B, T, H, K]", remedy="The token axis comes before the heads.")
@@ -125,13 +126,8 @@ def linear_attention(
     )
 
 
-@torch.compiler.assume_constant_result
 def _options(policy: Policy | str) -> tuple[str, str, str, str, int | None]:
-    """write, state_format, readout, implementation and chunk_size of a policy.
-
-    Not traced: Dynamo takes the result as a constant and guards on the policy object itself. Traced, a tile's or a
-    chunk's size would become a symbolic int under dynamic=True, and the spec of the format could not be spelled.
-    """
+    """write, state_format, readout, implementation and chunk_size of a policy."""
     if isinstance(policy, str) and policy in PRESETS:
         policy = PRESETS[policy]
     if not isinstance(policy, Policy):
@@ -144,6 +140,12 @@ def _options(policy: Policy | str) -> tuple[str, str, str, str, int | None]:
     options = policy.op_kwargs()
     words = (options[name] for name in ("write", "state_format", "readout", "implementation"))
     return (*words, options.get("chunk_size"))  # type: ignore[return-value]
+
+
+if torch.__version__ >= (2, 13):
+    # Dynamo need not trace through a policy: it takes the result as a constant and guards on the object itself. Before
+    # 2.13 it does not take a dataclass as an argument here, and traces.
+    _options = torch.compiler.assume_constant_result(_options)
 
 
 def _carried(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -94,11 +95,7 @@ class training_phase:
 
     def __enter__(self) -> training_phase:
         if torch.compiler.is_compiling():
-            # Under fullgraph=True Dynamo reports this text; otherwise the break leads to the plain Python raise below.
-            torch._dynamo.graph_break(msg=_INSIDE)
-            raise UnsupportedError(
-                "training_phase", got="an entry inside a compiled region", want="one outside of it", remedy=_INSIDE
-            )
+            _refuse_inside()
         prefix = as_lengths("prefix_lengths", self._lengths[0])
         sequence = as_lengths("sequence_lengths", self._lengths[1])
         if prefix is None:
@@ -123,6 +120,14 @@ class training_phase:
     ) -> None:
         global _prefix, _sequence, _owner
         _prefix, _sequence, _owner = self._outer.pop()
+
+
+@torch.compiler.disable(reason=_INSIDE)
+def _refuse_inside() -> NoReturn:
+    # Not traced: under fullgraph=True Dynamo reports the reason, otherwise it breaks the graph and this raises.
+    raise UnsupportedError(
+        "training_phase", got="an entry inside a compiled region", want="one outside of it", remedy=_INSIDE
+    )
 
 
 def _check_pair(prefix: Tensor, sequence: Tensor | None) -> None:

@@ -246,6 +246,23 @@ class Policy:
             kwargs["chunk_size"] = self.write.chunk_size
         return kwargs
 
+    @classmethod
+    def from_op(cls, arguments: Mapping[str, Any]) -> Policy:
+        """The policy that an op carries: inverse of `op_kwargs` on the arguments of a `lattn::` op."""
+        write: WriteMode = {
+            "exact": Exact,
+            "token": Token,
+            "chunk": lambda: Chunk(arguments["chunk_size"]),
+        }[arguments["write"]]()
+        if isinstance(write, Exact):
+            return cls(write=write, kernel=arguments["implementation"])
+        return cls(
+            parse_format(arguments["state_format"]),
+            write=write,
+            readout=arguments["readout"],
+            kernel=arguments["implementation"],
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON. Every key is written, so that a later change of a default changes no saved policy."""
         values = {n: getattr(self, n) for n in init_names(type(self))}

@@ -71,6 +71,8 @@ class Format:
     def decode(self, enc: Mapping[str, Tensor], *, shape: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         """The state `[..., K, V]` of an encoded one, exact in the dtype of its scales.
 
+        `Fp32` may return its codes themselves, not a copy.
+
         Args:
             enc: what `encode` returned.
             shape: `(K, V)`, or a shape that ends so. Needed only where the codes do not tell: nvfp4 with an odd K.

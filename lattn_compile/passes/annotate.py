@@ -15,7 +15,8 @@ def run(context: PassContext) -> None:
     for site in context.sites:
         recipe = context.recipe or site.recipe
         if site.arguments["write"] != "exact":
-            site.reason = reason("EXPLICIT_POLICY")
+            site.policy = Policy.from_op(site.arguments)
+            site.reason = reason("EXPLICIT_POLICY") if recipe is not None else None
             continue
         if recipe is None:
             site.policy = Policy(write=Exact())
@@ -29,8 +30,12 @@ def run(context: PassContext) -> None:
             continue
         site.policy.require_built()
         site.reason = _obstacle(site, site.policy)
+    if context.recipe is not None:
+        recipes.setdefault(id(context.recipe), context.recipe)
     for key, recipe in recipes.items():
-        _warn_about_idle_rules(context, recipe, hits.get(key, set()))
+        left_alone = {left.rule_index for left in context.left_alone if left.rule_index is not None}
+        if context.sites or context.left_alone:
+            _warn_about_idle_rules(context, recipe, hits.get(key, set()) | left_alone)
     _warn_about_missing_phase(context)
 
 
@@ -60,7 +65,7 @@ def _obstacle(site: SiteNode, policy: Policy) -> Reason | None:
 def _warn_about_idle_rules(context: PassContext, recipe: Recipe, hit: set[int]) -> None:
     for index, (glob, _) in enumerate(recipe.rules):
         if glob != "*" and index not in hit:
-            paths = ", ".join(sorted({s.path or "<root>" for s in context.sites})) or "none"
+            paths = ", ".join(sorted({s.path or "<root>" for s in [*context.sites, *context.left_alone]}))
             context.warnings.append(
                 f"recipe rule {index} ({glob!r}) matched no site of this graph; its sites: {paths}. "
                 "Paths are relative to the compiled module; lc.attach(model, recipe) gives them in full."

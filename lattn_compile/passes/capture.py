@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import secrets
 import sys
 import threading
 import types
@@ -94,8 +95,10 @@ class Hooks:
 
 
 HOOKS = Hooks()
-CONTEXTS: dict[int, SiteContext] = {}
+CONTEXTS: dict[str, SiteContext] = {}
 REFUSALS: list[Refused | LeftAlone] = []
+# A saved program brings tags of another process along; they must not find contexts of this one.
+_PROCESS = secrets.token_hex(4)
 _COUNTER = itertools.count(1)
 _LOCK = threading.RLock()
 _MAX_CONTEXTS = 4096  # abandoned traces leave contexts behind; more than this many live sites is not a real model
@@ -180,7 +183,7 @@ def _open_site(key: str, kind: str) -> str:
     """Remember the trace-time context of one captured call; the tag finds it again from the node."""
     attached, recipe = HOOKS.attached()
     with _LOCK:
-        index = next(_COUNTER)
+        index = f"{_PROCESS}.{next(_COUNTER)}"
         CONTEXTS[index] = SiteContext(key, kind, attached, recipe)
         if len(CONTEXTS) > _MAX_CONTEXTS:
             del CONTEXTS[next(iter(CONTEXTS))]
@@ -272,7 +275,7 @@ def run_captured(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if isinstance(call, str):
         REFUSALS.append(Refused(known.key, call))
         return known.copy(*args, **kwargs)
-    return emit(call, known.kind, known.call.form, f"{known.kind}:{known.key}:0")
+    return emit(call, known.kind, known.call.form, f"{known.kind}:{known.key}")
 
 
 def _trampoline(known: _Known) -> types.CodeType:
@@ -315,7 +318,9 @@ def capture() -> Iterator[None]:
             for known in _KNOWN.values():
                 _swap(known)
     try:
-        yield
+        # Non-strict export keeps annotations of nodes only where node metadata is preserved.
+        with torch.fx.traceback.preserve_node_meta():
+            yield
     finally:
         with _LOCK:
             _ACTIVE_CAPTURES -= 1

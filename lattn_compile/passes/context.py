@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from lattn_compile.errors import Reason
+from lattn_compile.passes.capture import LeftAlone, Refused
 from lattn_compile.policy import Policy, Recipe
 from lattn_compile.recurrence import Kind
 
@@ -19,8 +20,7 @@ class SiteNode:
     """One recurrence in the graph.
 
     `arguments` are the op's, by schema name, defaults filled in, and are what `replace` writes back: a pass that
-    changes one changes the op. `form` says what the tokens are when no phase is active: "chunk" is all prefix,
-    "recurrent" all suffix, whichever op stands there (`lc.linear_attention` is suffix, semantics §4).
+    changes one changes the op. `form` is "chunk" or "recurrent".
     """
 
     node: fx.Node
@@ -39,7 +39,10 @@ class SiteNode:
 
     @property
     def all_prefix(self) -> bool:
-        """Whether every token is exact prefix whatever the policy: chunk form outside a phase."""
+        """Whether every token is exact prefix whatever the policy: a library's chunk form outside a phase.
+
+        `lc.linear_attention` is suffix without a phase (semantics §4) and says so with prefix lengths of its own.
+        """
         return self.form == "chunk" and self.arguments["prefix_lengths"] is None
 
     def output(self, index: int) -> list[fx.Node]:
@@ -58,13 +61,16 @@ class PassContext:
         module: the GraphModule or ExportedProgram's module being rewritten in place.
         recipe: policies by path; None leaves every site exact, as captured.
         training: whether the graph will be differentiated.
+        left_alone, refused: known calls that were not captured while this graph was traced.
+        warnings: what would otherwise be silent.
     """
 
     module: fx.GraphModule
     recipe: Recipe | None
     training: bool = False
+    left_alone: list[LeftAlone] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
     sites: list[SiteNode] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 

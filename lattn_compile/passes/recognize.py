@@ -53,13 +53,12 @@ def _site(node: fx.Node, overload: torch._ops.OpOverload) -> SiteNode:
             arguments[a.name] = node.kwargs.get(a.name, a.default_value)
     g = arguments["g"]
     decay = "none" if g is None else ("head" if len(shape_of(g) or ()) == 3 else "channel")
-    tag = str((node.meta.get("custom") or {}).get(capture.META, ""))
-    call, saved = _from_tag(tag)
+    call, saved = _from_tag(node)
     path = (saved.attached[0] if saved and saved.attached else "") or module_path_of(node)
     return SiteNode(
         node=node,
         kind=classify(arguments["rule"], decay),
-        form="recurrent" if call == _OWN_CALL else _OPS[overload._schema.name],
+        form=_OPS[overload._schema.name],
         call=call,
         path=path,
         source=source_of(node),
@@ -68,12 +67,18 @@ def _site(node: fx.Node, overload: torch._ops.OpOverload) -> SiteNode:
     )
 
 
-def _from_tag(tag: str) -> tuple[str, capture.SiteContext | None]:
-    """`kind:qualified.call:index`, as capture wrote it; an op that the user called has none."""
-    parts = tag.split(":")
-    if len(parts) != 3:
+def _from_tag(node: fx.Node) -> tuple[str, capture.SiteContext | None]:
+    """The library function a node was captured from, and what was known while it was traced.
+
+    Capture tags nodes `kind:qualified.name[:context]`; the op of a `lc.linear_attention` call has no tag. The context
+    is of this process and is taken off, so that equal programs have equal metadata.
+    """
+    custom = node.meta.get("custom") or {}
+    parts = str(custom.get(capture.META, "")).split(":")
+    if len(parts) < 2:
         return _OWN_CALL, None
-    return parts[1], capture.CONTEXTS.pop(int(parts[2]), None)
+    node.meta["custom"] = {**custom, capture.META: ":".join(parts[:2])}
+    return parts[1], capture.CONTEXTS.pop(parts[2], None) if len(parts) > 2 else None
 
 
 def module_path_of(node: fx.Node) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lattn_compile.errors import reason
@@ -14,17 +13,30 @@ from lattn_compile.recurrence import BY_NAME
 from lattn_compile.report import Report, Site, Unmatched
 
 
-def report_of(context: PassContext, refused: Sequence[Refused | LeftAlone] = ()) -> Report:
+def report_of(context: PassContext) -> Report:
     """The report of one graph after the passes ran."""
     recipes = {id(r): r for s in context.sites if (r := context.recipe or s.recipe) is not None}
     only = next(iter(recipes.values())) if len(recipes) == 1 else context.recipe
     return Report(
-        sites=[_site(s, context.training) for s in context.sites]
-        + [_left_alone(r) for r in refused if isinstance(r, LeftAlone)],
-        unmatched=[_unmatched(r) for r in refused if isinstance(r, Refused)],
+        sites=[_site(s, context.training) for s in context.sites] + [_left_alone(r) for r in context.left_alone],
+        unmatched=[_unmatched(r) for r in context.refused],
         recipe=only.to_dict() if only is not None else None,
-        notes=[*context.notes, *context.warnings],
+        notes=[*_prefill_note(context), *context.warnings],
     )
+
+
+def _prefill_note(context: PassContext) -> list[str]:
+    waiting = [
+        s
+        for s in context.sites
+        if s.all_prefix and s.reason is None and s.policy and not isinstance(s.policy.write, Exact)
+    ]
+    if not waiting:
+        return []
+    return [
+        f"{len(waiting)} chunk-form site(s) outside a phase are exact prefill, whatever the policy: "
+        "the state they leave is rounded when a decode step takes it over"
+    ]
 
 
 def _site(site: SiteNode, training: bool) -> Site:

@@ -136,3 +136,19 @@ def test_groups_are_64_columns_over_all_key_channels() -> None:
     enc = FMT.encode(S)
     assert enc["group_scale"].shape == (3,)
     assert same(enc["group_scale"], rn16(divide(torch.tensor([1.0, 64.0, 1.0]), 2688.0)))
+
+
+def test_block_scales_come_from_true_divisions() -> None:
+    # Within a few units of a tie of E4M3, products with reciprocals would give the other scale. (One division by
+    # 6 · s_g would not: tried for every s_g.)
+    group = rn16(randn(4000, 1, seed=9).abs() + 1)
+    ties = torch.arange(17, 33, 2) / 16.0
+    near = [((6.0 * group * ties).view(torch.int32) + ulps).view(torch.float32) for ulps in range(-3, 4)]
+    S = torch.cat((2688.0 * group, *near), 1)[:, None, :]  # one key channel: each column is a block
+    ratio = divide(divide(S, 6.0), group[:, None])
+    products = S * torch.tensor(1 / 6.0) * (1.0 / group[:, None])
+    enc = FMT.encode(S)
+    assert same(enc["group_scale"], group)
+    want, wrong = ratio.to(torch.float8_e4m3fn), products.to(torch.float8_e4m3fn)
+    assert int((wrong.float() != want.float()).sum()) > 1000
+    assert same(enc["block_scale"], want)

@@ -1,0 +1,145 @@
+"""rewrite and inspect on GraphModules and ExportedPrograms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lattn_compile as lc
+from lattn_compile.testing.oracle import oracle
+from tests import tiny_models
+
+pytest.importorskip("transformers")
+
+
+class _Logits(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, use_cache=False).logits
+
+
+class _Suffix(torch.nn.Module):
+    """A layer that calls the functional op: no phase, so every token is suffix."""
+
+    def forward(self, q: Any, k: Any, v: Any, g: Any, beta: Any, S: Any) -> Any:
+        return lc.linear_attention(q, k, v, g, beta, initial_state=S, output_final_state=True)
+
+
+def _layer_inputs(T: int = 7) -> tuple[torch.Tensor, ...]:
+    rng = torch.Generator().manual_seed(0)
+    draw = lambda *s: torch.randn(*s, generator=rng)  # noqa: E731
+    k = torch.nn.functional.normalize(draw(2, T, 2, 8), dim=-1)
+    return draw(2, T, 2, 8), k, draw(2, T, 4, 12), -draw(2, T, 4).abs(), draw(2, T, 4).sigmoid(), draw(2, 4, 8, 12)
+
+
+def _export(model: torch.nn.Module, *args: Any, strict: bool = False, **options: Any) -> torch.export.ExportedProgram:
+    torch._dynamo.reset()
+    with torch.no_grad(), lc.capture():
+        return torch.export.export(model, args, strict=strict, **options)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_an_exported_model_has_one_node_a_layer_for_any_length(name: str, strict: bool) -> None:
+    model, linear_layers = tiny_models.build(name, layers=3)
+    ids = torch.randint(2, 97, (2, 70))
+    dim = torch.export.Dim("T", min=2, max=512)
+    program = _export(_Logits(model), ids, strict=strict, dynamic_shapes={"ids": {1: dim}})
+    report = lc.inspect(program)
+    assert len(report.rewritten) == linear_layers
+    assert all(s.call and "transformers" in s.call for s in report.sites)
+    assert all(s.path.startswith("model.model.layers.") for s in report.sites)
+    for T in (70, 5, 129):
+        ids = torch.randint(2, 97, (2, T))
+        assert (program.module()(ids) - model(ids).logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_save_load_run_gives_the_same_numbers(strict: bool, tmp_path: Path) -> None:
+    inputs = _layer_inputs()
+    program = _export(_Suffix(), *inputs, strict=strict)
+    before = str(program.graph)
+    result = lc.rewrite(program, "int8")
+    assert str(program.graph) == before, "the input is never changed"
+    o, S = result.module.module()(*inputs)
+    want = oracle(*inputs, write="token", state_format="int8/*x64")
+    exact = oracle(*inputs)
+    assert (o.double() - want.o).norm() <= 0.1 * (exact.o - want.o).norm()
+    assert (S.double() - want.final_state).norm() <= 0.1 * (exact.final_state - want.final_state).norm()
+
+    file = tmp_path / "rewritten.pt2"
+    torch.export.save(result.module, file)
+    loaded = torch.export.load(file)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.module()(*inputs), (o, S), strict=True))
+    (site,) = lc.inspect(file).sites
+    assert site.policy is not None
+    assert site.policy["state"]["format"] == "int8"
+    assert site.verdict == "rewritten"
+    (again,) = lc.rewrite(loaded, "fp8").report.sites
+    assert again.reason is not None
+    assert again.reason.code == "EXPLICIT_POLICY", "a policy that is in the program is not overridden silently"
+
+
+def test_a_rewritten_program_trains() -> None:
+    inputs = tuple(x.requires_grad_() for x in _layer_inputs())
+    with lc.capture():
+        program = torch.export.export(_Suffix(), inputs, strict=False)
+    o, S = lc.rewrite(program, "fp8").module.module()(*inputs)
+    got = torch.autograd.grad(o.square().sum() + S.sum(), inputs)
+    want_o, want_S, _ = oracle(*inputs, write="token", state_format="fp8_e4m3/*x64")
+    want = torch.autograd.grad(want_o.square().sum() + want_S.sum(), inputs)
+    for a, b in zip(got, want, strict=True):
+        assert (a.double() - b).norm() / b.norm() < 0.05
+
+
+def test_decompositions_keep_the_op() -> None:
+    inputs = _layer_inputs()
+    program = lc.rewrite(_export(_Suffix(), *inputs), "int8").module
+    decomposed = program.run_decompositions()
+    assert sum("lattn" in str(n.target) for n in decomposed.graph.nodes) == 1
+    for a, b in zip(decomposed.module()(*inputs), program.module()(*inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_graph_module_is_copied_and_rewritten() -> None:
+    inputs = _layer_inputs()
+    gm = _export(_Suffix(), *inputs).module()
+    before = str(gm.graph)
+    result = lc.rewrite(gm, "int8")
+    assert str(gm.graph) == before
+    assert result.report.sites[0].op == "lattn::decode"
+    assert not torch.equal(result.module(*inputs)[0], gm(*inputs)[0])
+
+
+def test_inspect_takes_a_module_and_its_arguments() -> None:
+    model, linear_layers = tiny_models.build("olmo_hybrid", layers=3)
+    report = lc.inspect(_Logits(model), (torch.randint(2, 97, (1, 6)),), policy="int8")
+    assert len(report.rewritten) == linear_layers
+    assert "exact prefill" in " ".join(report.notes)
+
+
+def test_a_rule_that_hits_nothing_is_said() -> None:
+    program = _export(_Suffix(), *_layer_inputs())
+    with pytest.warns(lc.LattnWarning, match="matched no site"):
+        lc.rewrite(program, lc.Recipe(rules=[("nowhere.*", lc.Policy()), ("*", None)]))
+
+
+def test_what_is_not_a_program_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(lc.LattnError, match="GraphModule"):
+        lc.rewrite(torch.nn.Linear(2, 2), "int8")  # type: ignore[arg-type]
+    with pytest.raises(lc.LattnError, match="no such file"):
+        lc.inspect(tmp_path / "missing.pt2")
+    garbage = tmp_path / "garbage.pt2"
+    garbage.write_bytes(b"PK\x03\x04 not a program")
+    with pytest.raises(lc.LattnError, match="not a zip archive"):
+        lc.inspect(garbage)
+    archive = tmp_path / "weights.pt2"
+    torch.save({"w": torch.ones(2)}, archive)
+    with pytest.raises(lc.LattnError, match="torch.export.save"):
+        lc.inspect(archive)
