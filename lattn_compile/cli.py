@@ -209,7 +209,7 @@ def demo(
     from lattn_compile.demo import run
 
     # Only what was given is passed on: the defaults live in one place, the demo.
-    given = {k: v for k, v in (("model", model), ("steps", steps), ("policy", policy)) if v is not None}
+    given: dict[str, Any] = {k: v for k, v in (("model", model), ("steps", steps), ("policy", policy)) if v is not None}
     code = run(**given, all_formats=all_formats)
     return code if isinstance(code, int) else OK
 

@@ -46,7 +46,8 @@ class LattnError(Exception):
 
     def __init__(self, argument: str, *, got: object, want: str, remedy: str) -> None:
         self.argument, self.got, self.want, self.remedy = argument, str(got), want, remedy
-        super().__init__(f"[{self.code}] {argument}: got {got}; want {want}. {remedy}")
+        # Not super(): Dynamo follows this spelling, and then shows the text of an error raised while it traces.
+        Exception.__init__(self, f"[{self.code}] {argument}: got {got}; want {want}. {remedy}")
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments survive pickling between worker processes only if the copy is spelled out.

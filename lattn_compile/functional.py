@@ -142,7 +142,7 @@ def _options(policy: Policy | str) -> tuple[str, str, str, str, int | None]:
     return (*words, options.get("chunk_size"))  # type: ignore[return-value]
 
 
-if torch.__version__ >= (2, 13):
+if torch.__version__ >= "2.13":  # a TorchVersion, which compares as a version
     # Dynamo need not trace through a policy: it takes the result as a constant and guards on the object itself. Before
     # 2.13 it does not take a dataclass as an argument here, and traces.
     _options = torch.compiler.assume_constant_result(_options)

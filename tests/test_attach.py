@@ -105,7 +105,7 @@ def test_an_attached_model_copies_and_pickles_with_its_recipe() -> None:
 
 
 def test_only_a_module_takes_a_recipe() -> None:
-    with pytest.raises(lc.LattnError, match="nn.Module"):
+    with pytest.raises(lc.LattnError, match=r"nn\.Module"):
         lc.attach("model", MIXED)  # type: ignore[arg-type]
     with pytest.raises(lc.LattnError):
         lc.attach(torch.nn.Linear(1, 1), "int9")

@@ -49,9 +49,12 @@ class TiledFormat(Format):
                     want=f"an int from 1 to {_MAX_BLOCK}, or None for the whole axis",
                     remedy="Choose a tile that fits the head, for example the default block_v=64, block_k=None.",
                 )
+        # Spelled once: Dynamo may take a tile's size for a symbolic int, and a spec cannot be spelled of one.
+        object.__setattr__(self, "_spec", f"{self.name}/{self.block_k or '*'}x{self.block_v or '*'}")
 
     def __str__(self) -> str:
-        return f"{self.name}/{self.block_k or '*'}x{self.block_v or '*'}"
+        spec: str = self.__dict__["_spec"]
+        return spec
 
     def _round(self, y: Tensor) -> Tensor:
         """Scaled values, which it may overwrite, rounded to the numbers that codes stand for."""

@@ -65,7 +65,8 @@ def _obstacle(site: SiteNode, policy: Policy) -> Reason | None:
 def _warn_about_idle_rules(context: PassContext, recipe: Recipe, hit: set[int]) -> None:
     for index, (glob, _) in enumerate(recipe.rules):
         if glob != "*" and index not in hit:
-            paths = ", ".join(sorted({s.path or "<root>" for s in [*context.sites, *context.left_alone]}))
+            known = {s.path for s in context.sites} | {left.path for left in context.left_alone}
+            paths = ", ".join(sorted(path or "<root>" for path in known))
             context.warnings.append(
                 f"recipe rule {index} ({glob!r}) matched no site of this graph; its sites: {paths}. "
                 "Paths are relative to the compiled module; lc.attach(model, recipe) gives them in full."

@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from lattn_compile.passes.context import PassContext, SiteNode
+from lattn_compile.ops import CHECKPOINT_EVERY, checkpoint_interval
+from lattn_compile.passes.context import PassContext, SiteNode, shape_of
 from lattn_compile.policy import Exact
-
-# Distance of the state checkpoints that a token-by-token forward leaves for its backward; one state costs about as
-# much memory as the inputs of this many tokens.
-CHECKPOINT_EVERY = 64
 
 
 def run(context: PassContext) -> None:
@@ -53,7 +50,8 @@ def _write(
     values.update({k: v for k, v in site.arguments.items() if k in names})
     values.update(options)
     if "checkpoint_every" in names and training:
-        values["checkpoint_every"] = CHECKPOINT_EVERY
+        shape = shape_of(site.arguments["q"])
+        values["checkpoint_every"] = CHECKPOINT_EVERY if shape is None else checkpoint_interval(shape[1])
     values["site_id"] = number
     positional = [a.name for a in target._schema.arguments if not a.kwarg_only]
     kwargs = {

@@ -66,7 +66,7 @@ class TestRewrittenLayer(TestCase):
 %value_4 = call_method[target=reshape](args = (%value_3, 2, 9, -1, 24), kwargs = {})
 %g = call_function[target=operator.mul](args = (%neg, %softplus), kwargs = {})
 %beta = call_method[target=sigmoid](args = (%b_1,), kwargs = {})
-%decode_default = call_function[target=torch.ops.lattn.decode.default](args = (%query_3, %key_3, %value_4, %g, %beta, None, None, %g_import_lattn_compile_dot_phase_prefix, None, None), kwargs = {scale: 0.25, qk_l2norm: True, write: token, state_format: int8/*x64, checkpoint_every: 64})
+%decode_default = call_function[target=torch.ops.lattn.decode.default](args = (%query_3, %key_3, %value_4, %g, %beta, None, None, %g_import_lattn_compile_dot_phase_prefix, None, None), kwargs = {scale: 0.25, qk_l2norm: True, write: token, state_format: int8/*x64, checkpoint_every: 16})
 %o = call_function[target=operator.getitem](args = (%decode_default, 0), kwargs = {})""",
         )
 

@@ -350,7 +350,8 @@ def test_correlated_keys_hold_the_fp32_bound(decay: str, g: float, beta: float, 
     double = case.map(Tensor.double)
     want = double.both()
     assert_close(case, {n: want[n] for n in ("o", "final")}, double.expected(gradients=False), 1e-9)
-    assert_close(case, case.both(), want, 5e-6)
+    # What a token loop in fp32 reaches. Solving I + A in fp32 is several times worse.
+    assert_close(case, case.both(), want, 3e-6)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -407,7 +408,7 @@ def test_a_run_cut_on_the_grid_has_the_bits_of_the_uncut_run(
     )  # fmt: skip
     whole = case.forward()
     state, first, pieces = case.state, 0, []
-    for tokens in (chunk_size, 3 * chunk_size, length - 4 * chunk_size):
+    for tokens in (chunk_size, 3 * chunk_size, chunk_size, length - 5 * chunk_size):
         rows = slice(first, first + tokens)
         piece = dataclasses.replace(
             case,
@@ -522,20 +523,22 @@ class _Recorder(TorchDispatchMode):
         self.calls += 1
         for x in out if isinstance(out, tuple | list) else [out]:
             if isinstance(x, Tensor):
-                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
+                self.largest = max(self.largest, x.numel())
         return out
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_it_runs_by_blocks_not_by_tokens_and_keeps_no_state_per_token(decay: str) -> None:
+def test_it_runs_by_blocks_not_by_tokens_and_in_little_memory(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, key, value = 2048, 64, 64
     case = make_case(decay=decay, lengths=(tokens,), key_dim=key, value_dim=value, dtype=torch.float32)
-    cotangents = case.cotangents()
+    monkeypatch.setattr(span, "SPAN_BUDGET", 1 << 18)
+    o, grads = torch.empty_like(case.v), {f"d{name}": torch.empty_like(x) for name, x in case.tensors().items()}
+    grad_o, grad_final = case.cotangents()
     with _Recorder() as forward:
-        case.forward()
+        chunk.forward(*case.arguments(), o, **case.options())
     with _Recorder() as backward:
-        case.backward(*cotangents)
+        chunk.backward(grad_o, grad_final, *case.arguments(), grads, **case.options())
     assert forward.calls < 2 * tokens and backward.calls < 6 * tokens
-    heads = 2
-    assert max(forward.largest, backward.largest) <= max(tokens * heads * key, 2 * span.SPAN_BUDGET)
-    assert tokens * heads * key * value > 4 * span.SPAN_BUDGET
+    # Nothing as large as one input, let alone a state per token.
+    assert max(forward.largest, backward.largest) < span.SPAN_BUDGET < tokens * 2 * key * value / 32
+    assert span.SPAN_BUDGET <= case.v.numel()

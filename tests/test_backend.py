@@ -1,0 +1,199 @@
+"""The backend's options, what it says, and what it may reuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lattn_compile as lc
+from lattn_compile import backend
+from lattn_compile.testing.backend import recorded
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(backend, "_SAID", set())
+
+
+def _inputs(T: int = 5) -> tuple[torch.Tensor, ...]:
+    rng = torch.Generator().manual_seed(0)
+    draw = lambda *s: torch.randn(*s, generator=rng)  # noqa: E731
+    return draw(1, T, 2, 4), draw(1, T, 2, 4), draw(1, T, 2, 4), -draw(1, T, 2).abs(), draw(1, T, 2).sigmoid()
+
+
+def _layer(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+    return lc.linear_attention(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0] * 2
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() + 1
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "int8",
+        lc.Policy(lc.Int8()),
+        lc.Recipe(rules=[("*", lc.Policy(lc.Int8()))]),
+        lc.Recipe(rules=[("*", lc.Policy(lc.Int8()))]).to_dict(),
+        "file",
+    ],
+    ids=["preset", "policy", "recipe", "dict", "json"],
+)
+def test_a_policy_is_given_in_any_of_its_forms(policy: Any, tmp_path: Path) -> None:
+    if policy == "file":
+        policy = str(tmp_path / "recipe.json")
+        lc.Recipe(rules=[("*", lc.Policy(lc.Int8()))]).save(policy)
+    with recorded() as record:
+        torch.compile(_layer, backend="lattn_compile", fullgraph=True, options={"policy": policy})(*_inputs())
+    assert [c.arguments["state_format"] for c in record.calls] == ["int8/*x64"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "int9"}, "int8"),
+        ({"policy": {"rules": [], "version": 99}}, "version"),
+        ({"policy": "int8", "modes": "default"}, "Did you mean 'mode'"),
+        ({"policy": "int8", "mode": "fastest"}, "max-autotune"),
+        ({"policy": "int8", "strict": "yes"}, "True or False"),
+        ({"policy": lc.Policy(write=lc.Replay(8))}, "Replay"),
+        ({"policy": "fp8-two-precision"}, "TwoPrecision"),
+        ({"policy": lc.Policy(rounding="stochastic")}, "stochastic"),
+        ({"policy": lc.Policy(feedback="int8")}, "feedback"),
+        ({"policy": lc.Policy(rotation="hadamard_k")}, "rotation"),
+        ({"policy": lc.Policy(gate="bf16")}, "gate"),
+        ({"policy": lc.Policy(storage="packed")}, "packed"),
+        ({"policy": lc.Policy(prefill=lc.Prefill(inverse=lc.Neumann(4)))}, "prefill"),
+        ({"policy": lc.Policy(kernel="triton")}, "triton"),
+    ],
+    ids=lambda x: str(x)[:50] if isinstance(x, dict) else "",
+)
+def test_a_mistake_or_an_unbuilt_part_raises_a_lattn_error_at_the_first_call(options: Any, message: str) -> None:
+    compiled = torch.compile(_layer, backend="lattn_compile", fullgraph=True, options=options)
+    for _ in range(2):  # a cached artifact keeps raising
+        with pytest.raises(lc.LattnError, match=message):
+            compiled(*_inputs())
+
+
+def test_nothing_to_rewrite_warns_once_and_raises_under_strict() -> None:
+    x = torch.randn(3)
+    with recorded():
+        with pytest.warns(lc.LattnWarning, match="nothing was rewritten"):
+            torch.compile(_plain, backend="lattn_compile", options={"policy": "int8"})(x)
+        torch._dynamo.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.compile(_plain, backend="lattn_compile", options={"policy": "int8"})(x)
+        torch._dynamo.reset()
+        strict = torch.compile(_plain, backend="lattn_compile", options={"policy": "int8", "strict": True})
+        with pytest.raises(lc.LattnError, match="nothing was rewritten"):
+            strict(x)
+
+
+def test_a_rule_that_hits_nothing_warns_and_raises_under_strict() -> None:
+    recipe = lc.Recipe(rules=[("encoder.*", lc.Policy()), ("*", lc.Policy(lc.Int8()))])
+    with recorded():
+        with pytest.warns(lc.LattnWarning, match=r"rule 0 \('encoder.\*'\) matched no site"):
+            torch.compile(_layer, backend="lattn_compile", options={"policy": recipe})(*_inputs())
+        torch._dynamo.reset()
+        strict = torch.compile(_layer, backend="lattn_compile", options={"policy": recipe, "strict": True})
+        with pytest.raises(lc.LattnError, match="matched no site"):
+            strict(*_inputs())
+
+
+def test_without_any_recipe_the_site_is_exact_and_one_log_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(backend.log, "warning", lambda text, *a: said.append(text % a if a else text))
+    with recorded() as record:
+        torch.compile(_layer, backend="lattn_compile", fullgraph=True)(*_inputs())
+        torch._dynamo.reset()
+        torch.compile(_layer, backend="lattn_compile", fullgraph=True)(*_inputs(6))
+    assert [c.arguments.get("write", "exact") for c in record.calls] == ["exact", "exact"]
+    assert len([s for s in said if "no policy" in s]) == 1
+
+
+def test_modes_and_inductor_options_reach_inductor() -> None:
+    _, _, patches = backend.parse_options(None, {"mode": "max-autotune", "epilogue_fusion": False, "policy": "int8"})
+    assert patches["max_autotune"] is True
+    assert patches["epilogue_fusion"] is False
+    assert "policy" not in patches
+    _, _, patches = backend.parse_options("reduce-overhead", {})
+    assert patches["triton.cudagraphs"] is True
+
+
+def test_last_report_is_none_before_any_compile_and_says_why() -> None:
+    code = "import lattn_compile as lc; print(lc.last_report())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "None", done.stderr
+    assert "no graph has reached" in done.stderr
+
+
+_CHILD = """
+import json, sys, torch
+import lattn_compile as lc
+from torch._dynamo.utils import counters
+g = torch.Generator().manual_seed(0)
+r = lambda *s: torch.randn(*s, generator=g)
+k = torch.nn.functional.normalize(r(1, 9, 2, 8), dim=-1)
+args = (r(1, 9, 2, 8), k, r(1, 9, 2, 8), -r(1, 9, 2).abs(), r(1, 9, 2).sigmoid())
+args = tuple(a.requires_grad_() for a in args)
+def f(q, k, v, g, beta):
+    return lc.linear_attention(q, k, v, g, beta)[0].square().sum()
+policy = eval(sys.argv[1], {"lc": lc})
+loss = torch.compile(f, backend="lattn_compile", fullgraph=True, options={"policy": policy})(*args)
+loss.backward()
+print(json.dumps({
+    "loss": loss.item(),
+    "grad": args[2].grad.double().sum().item(),
+    "hits": counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"],
+    "misses": counters["inductor"]["fxgraph_cache_miss"],
+}))
+"""
+
+
+def _child(policy: str, cache: Path, package: Path = ROOT) -> dict[str, Any]:
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(package)}
+    done = subprocess.run([sys.executable, "-c", _CHILD, policy], capture_output=True, text=True, env=env, cwd=package)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_changed_policy_or_source_never_hits_a_stale_artifact(tmp_path: Path) -> None:
+    """Fresh processes over one cache folder: the same again hits, and any change misses and gives other numbers."""
+    cache = tmp_path / "cache"
+    first = _child("'int8'", cache)
+    assert first["misses"] > 0
+    again = _child("'int8'", cache)
+    assert again["misses"] == 0
+    assert again["hits"] > 0
+    assert (again["loss"], again["grad"]) == (first["loss"], first["grad"])
+
+    for other in ("'fp8'", "lc.Policy(lc.Int8(), readout='after_write')", "'exact'"):
+        result = _child(other, cache)
+        assert result["misses"] > 0, other
+        assert result["loss"] != first["loss"], other
+
+    # The same policy with another source file: the copy differs in a comment only.
+    package = tmp_path / "package"
+    shutil.copytree(
+        ROOT / "lattn_compile", package / "lattn_compile", ignore=shutil.ignore_patterns("__pycache__", ".*")
+    )
+    kernel = package / "lattn_compile" / "kernels" / "reference" / "decode.py"
+    kernel.write_text(kernel.read_text() + "\n# another version\n")
+    changed = _child("'int8'", cache, package)
+    assert changed["misses"] > 0
+    assert changed["loss"] == first["loss"]
