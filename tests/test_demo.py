@@ -50,9 +50,8 @@ def test_every_model_has_three_linear_layers_and_a_memory(name: str) -> None:
     gates = [m for m in model.modules() if hasattr(m, "A_log")]
     assert len(gates) == 3
     for gate in gates:
-        # Decay of one token at a zero gate input: a half-life of several tokens at least, for most heads far more.
         decay = gate.A_log.exp().flatten().max() * F.softplus(gate.dt_bias)
-        assert decay.max() <= 1.7 and decay.median() < 0.8
+        assert decay.min() >= 1e-3 * 0.999 and decay.max() <= 1e-1 * 1.001, "it remembers 10 to 1000 tokens"
     again, other = demo.build_model(name, seed=3), demo.build_model(name, seed=4)
     pairs = list(zip(model.parameters(), again.parameters(), other.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b, _ in pairs) and not all(torch.equal(a, c) for a, _, c in pairs)
@@ -81,7 +80,9 @@ def test_missing_transformers_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
 def test_training_lowers_the_loss_and_a_snapshot_restores_it_exactly(small: None) -> None:
     lab = demo.Lab(demo.build_model(), demo.load_text(batches=1))
     start, untrained = lab.bits(demo.LENGTH), lab.snapshot()
-    assert start.shape == (demo.BATCH,) and 7 < start.mean() < 9, "an untrained model knows 8 bits of nothing"
+    assert start.shape == (demo.BATCH, demo.LENGTH - demo.PREFIX) and 7 < start.mean() < 9, (
+        "an untrained model knows 8 bits of nothing"
+    )
     lab.fit(30, demo.LENGTH)
     trained = lab.bits(demo.LENGTH)
     assert trained.mean() < start.mean() - 1
@@ -100,18 +101,19 @@ def test_a_linear_layer_left_alone_fails_the_demo(small: None, monkeypatch: pyte
 
 
 def test_a_quantized_state_with_the_exact_numbers_fails_the_demo() -> None:
-    bits = torch.tensor([2.0, 2.5], dtype=torch.float64)
-    row = demo.Row("int8", "PTQ", bits, bits.clone(), 100)
+    bits = torch.tensor([[2.0, 2.5]], dtype=torch.float64)
+    row = demo.Row("int8", "PTQ", bits, bits.clone(), None, 100)
     with pytest.raises(RewriteError, match="exactly the exact model's numbers under int8"):
         demo._must_differ(row)
     demo._must_differ(replace(row, bits=bits + 1e-9))
 
 
 def test_the_cost_is_that_of_the_paired_windows() -> None:
-    exact = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
-    row = demo.Row("int8", "PTQ", exact + torch.tensor([0.1, 0.2, 0.1, 0.2]), exact, 4112)
-    assert row.cells() == ("int8", "PTQ", "2.6500", "+0.1500 ± 0.0289", "4,112 B")
-    assert demo.Row("exact", "8 steps", exact, None, 16384).cells()[3] == "-"
+    exact = torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0], [4.0, 4.0]], dtype=torch.float64)
+    shift = torch.tensor([[0.1, 0.1], [0.2, 0.2], [0.0, 0.2], [0.5, -0.1]], dtype=torch.float64)
+    row = demo.Row("int8", "PTQ", exact + shift, exact, exact, 4112)
+    assert row.cells() == ("int8", "PTQ", "2.6500", "+0.1500 ± 0.0289", "0.1750", "4,112 B")
+    assert demo.Row("exact", "8 steps", exact, None, None, 16384).cells()[3:5] == ("-", "-")
 
 
 def test_all_means_every_other_format_in_token_mode() -> None:
@@ -125,7 +127,7 @@ def test_the_whole_demo_in_small(small: None, monkeypatch: pytest.MonkeyPatch, c
     assert demo.run(steps=4) == 0
     out, err = capsys.readouterr()
     assert "1 of 1 site rewritten" in out and "1 compile" in out
-    table = out[: out.index("\nOver ")].splitlines()[-7:]
+    table = out[: out.index("\nbits/byte:")].splitlines()[-7:]
     assert [row.split("  ")[0] for row in table[2:]] == ["exact fp32"] * 2 + ["int8/*x64 token"] * 3
     assert "16,384 B" in table[2] and "4,112 B" in table[4]
     assert "compiling forward and backward ..." in err, "compiling must not look like hanging"

@@ -36,6 +36,7 @@ class SiteNode:
     reason: Reason | None = None
     folded: list[str] = field(default_factory=list)
     id: str = ""
+    before: str | None = None
 
     @property
     def all_prefix(self) -> bool:

@@ -64,6 +64,7 @@ def _site(node: fx.Node, overload: torch._ops.OpOverload) -> SiteNode:
         source=source_of(node),
         arguments=arguments,
         recipe=saved.recipe if saved else None,
+        before=node.format_node(),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lattn_compile.errors import reason
+from lattn_compile.ops import dispatch
 from lattn_compile.passes.capture import LeftAlone, Refused
 from lattn_compile.passes.context import PassContext, SiteNode, shape_of, value_of
 from lattn_compile.passes.recognize import overload_of
@@ -66,7 +67,9 @@ def _site(site: SiteNode, training: bool) -> Site:
         shapes={"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V},
         policy=site.policy.to_dict() if site.policy is not None else None,
         op=overload._schema.name,
-        kernel="reference",
+        kernel=dispatch.choose(
+            overload._schema.name.removeprefix("lattn::"), str(site.node.kwargs.get("implementation", "auto"))
+        ),
         state_bytes_before=before,
         state_bytes_after=after,
         source=site.source,
@@ -74,6 +77,7 @@ def _site(site: SiteNode, training: bool) -> Site:
         autograd_nodes=1 if training else 0,
         residual_count=len(inputs) if training else 0,
         evidence=_evidence(site),
+        graph_before=site.before,
         graph_after=site.node.format_node(),
     )
 

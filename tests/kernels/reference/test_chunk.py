@@ -527,18 +527,27 @@ class _Recorder(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-def test_it_runs_by_blocks_not_by_tokens_and_in_little_memory(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, key, value = 2048, 64, 64
-    case = make_case(decay=decay, lengths=(tokens,), key_dim=key, value_dim=value, dtype=torch.float32)
-    monkeypatch.setattr(span, "SPAN_BUDGET", 1 << 18)
+def _recorded(case: Case) -> tuple[_Recorder, _Recorder]:
+    """What forward and backward do, each on its own."""
     o, grads = torch.empty_like(case.v), {f"d{name}": torch.empty_like(x) for name, x in case.tensors().items()}
     grad_o, grad_final = case.cotangents()
     with _Recorder() as forward:
         chunk.forward(*case.arguments(), o, **case.options())
     with _Recorder() as backward:
         chunk.backward(grad_o, grad_final, *case.arguments(), grads, **case.options())
-    assert forward.calls < 2 * tokens and backward.calls < 6 * tokens
-    # Nothing as large as one input, let alone a state per token.
-    assert max(forward.largest, backward.largest) < span.SPAN_BUDGET < tokens * 2 * key * value / 32
-    assert span.SPAN_BUDGET <= case.v.numel()
+    return forward, backward
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_it_runs_by_blocks_not_by_tokens(decay: str) -> None:
+    short, long = (make_case(decay=decay, lengths=(n,), dtype=torch.float32) for n in (1024, 2048))
+    for before, after in zip(_recorded(short), _recorded(long), strict=True):
+        assert after.calls - before.calls < 1024  # one token loop would take several operations a token
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_no_intermediate_is_as_large_as_an_input(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(decay=decay, lengths=(2048,), key_dim=64, value_dim=64, dtype=torch.float32)
+    monkeypatch.setattr(span, "SPAN_BUDGET", case.v.numel())
+    for recorded in _recorded(case):
+        assert recorded.largest < case.v.numel()
