@@ -1,0 +1,92 @@
+"""The same promises on CUDA tensors: the reference ops, and whole models through Inductor's GPU code.
+
+Skipped where there is no GPU; nothing here measures speed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import lattn_compile as lc
+from lattn_compile.recurrence import KINDS
+from lattn_compile.testing.inputs import make_inputs
+from lattn_compile.testing.oracle import oracle
+from tests import tiny_models
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+MODES = [
+    ("decode", {"write": "exact"}),
+    ("decode", {"write": "token", "state_format": "int8/*x64"}),
+    ("decode", {"write": "token", "state_format": "fp8_e4m3/*x64", "readout": "after_write"}),
+    ("decode", {"write": "token", "state_format": "nvfp4"}),
+    ("chunk", {"write": "exact"}),
+    ("chunk", {"write": "chunk", "state_format": "int8/*x64", "chunk_size": 8}),
+]
+
+
+@pytest.mark.parametrize("kind", [k.name for k in KINDS])
+@pytest.mark.parametrize(
+    ("op", "options"), MODES, ids=[f"{o}-{m['write']}-{m.get('state_format', '')}" for o, m in MODES]
+)
+def test_an_op_computes_in_float64_what_the_oracle_computes(kind: str, op: str, options: dict[str, Any]) -> None:
+    x = make_inputs(kind, lengths=[13, 0, 16], seed=5).map(torch.Tensor.double)
+    prefix = torch.tensor([4, 0, 9], dtype=torch.int32)
+    want = oracle(*x.tensors(), prefix, **x.options(), **options)
+    cuda = [t if t is None else t.cuda() for t in (*x.tensors(), prefix)]
+    leaves = [t.requires_grad_() for t in cuda if t is not None and t.is_floating_point()]
+    o, final, *_ = getattr(torch.ops.lattn, op)(*cuda, None, None, **x.options(), **options)
+    assert (o.cpu() - want.o).norm() <= 1e-9 * want.o.norm()
+    assert (final.cpu() - want.final_state).norm() <= 1e-9 * want.final_state.norm()
+    grads = torch.autograd.grad(o.square().sum() + final.sum(), leaves)
+    assert all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_model_generates_and_trains_as_eager_does(name: str, mode: str) -> None:
+    pytest.importorskip("transformers")
+    torch._dynamo.reset()
+    model, linear_layers = tiny_models.build(name, layers=3)
+    model.cuda()
+    ids = torch.randint(2, 97, (2, 70), generator=torch.Generator().manual_seed(1)).cuda()
+    options = {"policy": "exact", "mode": mode}
+    compiled = torch.compile(model, backend="lattn_compile", fullgraph=True, options=options)
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            got = compiled(ids, use_cache=False).logits.clone()
+            assert (got - want).abs().max() < 1e-3  # TF32 is off; cuBLAS sums in another order
+    report = lc.last_report()
+    assert report is not None
+    assert len(report.rewritten) == linear_layers
+    model.train()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    torch.compiler.cudagraph_mark_step_begin()
+    compiled(ids, labels=ids, use_cache=False).loss.backward()
+    for n, p in model.named_parameters():
+        if grads[n] is not None:
+            assert (p.grad - grads[n]).norm() <= 1e-3 * grads[n].norm() + 1e-6, n
+
+
+def test_a_phase_quantizes_on_the_gpu_what_it_quantizes_on_the_cpu() -> None:
+    pytest.importorskip("transformers")
+    torch._dynamo.reset()
+    model, _ = tiny_models.build("qwen3_next", layers=3)
+    ids = torch.randint(2, 97, (2, 40), generator=torch.Generator().manual_seed(1))
+    logits = {}
+    with torch.no_grad(), lc.training_phase([24, 30]):
+        for device in ("cpu", "cuda"):
+            torch._dynamo.reset()
+            model.to(device)
+            compiled = torch.compile(model, backend="lattn_compile", fullgraph=True, options={"policy": "int8"})
+            logits[device] = compiled(ids.to(device), use_cache=False).logits.cpu()
+        exact = model(ids.cuda(), use_cache=False).logits.cpu()
+    effect = (logits["cpu"] - exact).norm()
+    assert (logits["cpu"] - logits["cuda"]).norm() <= 0.2 * effect
