@@ -17,8 +17,8 @@ from torch.export import ExportedProgram
 
 from lattn_compile import backend, passes  # noqa: F401  (backend wires capture to the tracers)
 from lattn_compile.errors import FileFormatError, LattnError, LattnWarning
-from lattn_compile.passes.capture import capture
-from lattn_compile.passes.context import PassContext
+from lattn_compile.passes.capture import Refused, capture, capturing  # noqa: F401  (lc.capture)
+from lattn_compile.passes.context import PassContext, bodies_of
 from lattn_compile.passes.report import report_of
 from lattn_compile.policy import Policy, Recipe, resolve_recipe
 from lattn_compile.report import Report
@@ -46,11 +46,15 @@ def rewrite(target: fx.GraphModule | ExportedProgram, policy: PolicyLike | None)
         LattnError: `target` is neither, or the policy is not valid or has a part that is not built.
     """
     recipe = None if policy is None else resolve_recipe(policy)
+    return _rewrite(target, recipe, [])
+
+
+def _rewrite(target: fx.GraphModule | ExportedProgram, recipe: Recipe | None, refused: list[Refused]) -> RewriteResult:
     module, graph_module = _copy(target)
-    context = PassContext(graph_module, recipe, training=False)
+    context = PassContext(graph_module, recipe, training=False, refused=refused)
     passes.run(context)
     for text in context.warnings:
-        warnings.warn(text, LattnWarning, stacklevel=2)
+        warnings.warn(text, LattnWarning, stacklevel=3)
     return RewriteResult(module, report_of(context))
 
 
@@ -70,12 +74,13 @@ def inspect(
     Raises:
         FileFormatError: the file is missing or no exported program. LattnError: as `rewrite`.
     """
+    refused: list[Refused] = []
     if isinstance(target, (str, os.PathLike)):
         target = load_program(target)
     elif isinstance(target, nn.Module) and not isinstance(target, fx.GraphModule):
-        with capture(), torch.no_grad():
+        with capturing() as refused, torch.no_grad():
             target = torch.export.export(target, tuple(args), dict(kwargs or {}), strict=False)
-    return rewrite(target, policy).report
+    return _rewrite(target, None if policy is None else resolve_recipe(policy), refused).report
 
 
 def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
@@ -84,16 +89,26 @@ def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
     if not file.is_file():
         raise FileFormatError(
             "path",
-            got=f"{file} (no such file)",
+            got=f"{file} ({'a folder' if file.is_dir() else 'no such file'})",
             want="a .pt2 written by torch.export.save",
             remedy="Check the path.",
         )
     if not zipfile.is_zipfile(file):
         raise _not_a_program(file, "not a zip archive")
+    with zipfile.ZipFile(file) as archive:
+        # torch.export.load would log a traceback and then say "check the warnings above".
+        if not any(name.rpartition("/")[2] in _PROGRAM_ENTRIES for name in archive.namelist()):
+            raise _not_a_program(file, "an archive of something else")
+        if (damaged := archive.testzip()) is not None:
+            raise _not_a_program(file, f"damaged: {damaged}")
     try:
         return torch.export.load(io.BytesIO(file.read_bytes()))
     except Exception as error:
         raise _not_a_program(file, f"{type(error).__name__}: {(str(error) or 'unreadable').splitlines()[0]}") from error
+
+
+# What an archive of torch.export.save holds, in the present layout and in the one before it.
+_PROGRAM_ENTRIES = ("archive_format", "serialized_exported_program.json")
 
 
 def _not_a_program(file: Path, why: str) -> FileFormatError:
@@ -108,13 +123,11 @@ def _not_a_program(file: Path, why: str) -> FileFormatError:
 def _copy(target: Any) -> tuple[Any, fx.GraphModule]:
     """A copy whose graph may be changed, with parameters and buffers shared, and the GraphModule inside it."""
     if isinstance(target, ExportedProgram):
-        graph_module = fx.GraphModule(target.graph_module, copy.deepcopy(target.graph_module.graph))
-        graph_module.meta.update(target.graph_module.meta)
+        graph_module = _copy_graph_module(target.graph_module, {})
         program = _with_graph(target, graph_module)
         return program, program.graph_module
     if isinstance(target, fx.GraphModule):
-        graph_module = fx.GraphModule(target, copy.deepcopy(target.graph))
-        graph_module.meta.update(target.meta)
+        graph_module = _copy_graph_module(target, {})
         return graph_module, graph_module
     raise LattnError(
         "target",
@@ -122,6 +135,17 @@ def _copy(target: Any) -> tuple[Any, fx.GraphModule]:
         want="a torch.fx.GraphModule or a torch.export.ExportedProgram",
         remedy="Export the module first: with lc.capture(): torch.export.export(module, args).",
     )
+
+
+def _copy_graph_module(module: fx.GraphModule, copies: dict[int, fx.GraphModule]) -> fx.GraphModule:
+    """A copy with its own graph and its own region bodies; a body named twice is copied once."""
+    copied = copies[id(module)] = fx.GraphModule(module, copy.deepcopy(module.graph))
+    copied.meta.update(module.meta)
+    for node, body in bodies_of(module):
+        parent, _, name = str(node.target).rpartition(".")
+        own = copies.get(id(body)) or _copy_graph_module(body, copies)
+        setattr(copied.get_submodule(parent), name, own)
+    return copied
 
 
 def _with_graph(program: ExportedProgram, graph_module: fx.GraphModule) -> ExportedProgram:

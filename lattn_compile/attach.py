@@ -14,6 +14,7 @@ from torch import nn
 
 from lattn_compile.errors import LattnError
 from lattn_compile.policy import Policy, Recipe, resolve_recipe
+from lattn_compile.recurrence import KINDS
 
 GROUP = "_lattn_group"  # str, guarded by the trace
 PATH = "_lattn_path"  # str, not guarded: layers of one group share a graph
@@ -38,15 +39,25 @@ def attach(model: nn.Module, recipe: Recipe | Policy | dict[str, Any] | str) -> 
             "model", got=type(model).__name__, want="an nn.Module", remedy="Attach to the model, before compiling it."
         )
     resolved = resolve_recipe(recipe)
-    fingerprint = resolved.fingerprint()
+    fingerprint, ids = resolved.fingerprint(), _site_names(resolved)
     for name, module in model.named_modules():
         path = name.replace("_orig_mod.", "").removesuffix("_orig_mod")
-        rule, _ = resolved.resolve(path)
-        object.__setattr__(module, GROUP, f"{fingerprint}:{rule}")
+        rules = [resolved.resolve(path + name)[0] for name in ids]
+        object.__setattr__(module, GROUP, f"{fingerprint}:{rules[0] if len(set(rules)) == 1 else rules}")
         object.__setattr__(module, PATH, path)
         object.__setattr__(module, RECIPE, resolved)
     _forget_unattached_artifacts()
     return model
+
+
+def _site_names(recipe: Recipe) -> list[str]:
+    """What follows a module's path in the ids of its sites, as far as the recipe's globs can tell them apart.
+
+    Two layers are of one group only if every site of theirs gets the same rule: a rule for one kind that matches both
+    paths says nothing about which rule a site of another kind gets.
+    """
+    numbers = range(16) if any("#" in glob.replace("#*", "") for glob, _ in recipe.rules) else range(1)
+    return [f"/{kind.name}#{n}" for kind in KINDS for n in numbers]
 
 
 def detach(model: nn.Module) -> nn.Module:

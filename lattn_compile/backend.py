@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import secrets
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,14 +18,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from lattn_compile import passes
+from lattn_compile import errors, passes
 from lattn_compile.attach import GROUP, PATH, RECIPE, note_compile_without_recipe
 from lattn_compile.errors import LattnError, LattnWarning, PolicyError, RewriteError, nearest
 from lattn_compile.lowering import _torch_private as private
 from lattn_compile.passes import capture
 from lattn_compile.passes.context import PassContext
 from lattn_compile.passes.report import report_of
-from lattn_compile.policy import Recipe, resolve_recipe
+from lattn_compile.policy import Policy, Recipe, resolve_recipe
 from lattn_compile.report import Report
 
 log = logging.getLogger("lattn_compile")
@@ -149,7 +150,9 @@ def _speak(context: PassContext, report: Report, recipe: Recipe | None, strict: 
 
 def _take_left_alone() -> tuple[list[capture.LeftAlone], list[capture.Refused]]:
     """What the trace behind this graph did not capture, once each: a wrapper and what it wraps are both known."""
-    taken, capture.REFUSALS[:] = list(capture.REFUSALS), []
+    mine = private.current_compile()
+    # Traces that Dynamo gave up leave entries behind that are not this graph's.
+    taken, capture.REFUSALS[:] = [entry for trace, entry in capture.REFUSALS if trace == mine], []
     left_alone = {r.path: r for r in taken if isinstance(r, capture.LeftAlone)}
     refused = {r.call: r for r in taken if isinstance(r, capture.Refused)}
     return list(left_alone.values()), list(refused.values())
@@ -162,10 +165,16 @@ def _policies_fingerprint(context: PassContext) -> str:
 
 @functools.cache
 def source_hash() -> str:
-    """Hash of every source file of this package: an artifact made by other sources is never reused."""
-    digest = hashlib.sha256()
+    """Hash of every source file of this package: an artifact made by other sources is never reused.
+
+    Where the files cannot be seen (a zip, a torch.package), no other process gets the same.
+    """
     root = Path(__file__).parent
-    for file in sorted(root.rglob("*.py")):
+    files = sorted(root.rglob("*.py"))
+    if not files:
+        return secrets.token_hex(8)
+    digest = hashlib.sha256()
+    for file in files:
         digest.update(str(file.relative_to(root)).encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
@@ -201,8 +210,9 @@ def _compiling_for_us() -> bool:
     return private.compiling_options() is not None
 
 
-def _left_alone(key: str, kind: str) -> capture.LeftAlone | None:
-    """Resolve the recipe in force for the call being traced. A recipe that is not valid is the backend's to report."""
+def _rule(kind: str) -> tuple[str, int | None, Policy | None] | None:
+    """Path, rule and policy of the call being traced, if a recipe is in force. One that is not valid is the backend's
+    to report."""
     keywords = private.compiling_options() or {}
     attached, recipe = _attached()
     try:
@@ -213,8 +223,17 @@ def _left_alone(key: str, kind: str) -> capture.LeftAlone | None:
     if recipe is None:
         return None
     path = attached[0] if attached else private.traced_path()
-    index, policy = recipe.resolve(f"{path}/{kind}#0")
-    return capture.LeftAlone(key, kind, path, index) if policy is None else None
+    return (path, *recipe.resolve(f"{path}/{kind}#0"))
+
+
+def _left_alone(key: str, kind: str) -> capture.LeftAlone | None:
+    found = _rule(kind)
+    return capture.LeftAlone(key, kind, found[0], found[1]) if found is not None and found[2] is None else None
+
+
+def _rule_number(kind: str) -> int:
+    found = _rule(kind)
+    return 0 if found is None or found[1] is None else found[1]
 
 
 def _attached() -> tuple[tuple[str, str] | None, Recipe | None]:
@@ -228,10 +247,14 @@ def _attached() -> tuple[tuple[str, str] | None, Recipe | None]:
 
 
 def _wire_capture() -> None:
+    errors.through_tracer = private.as_unsupported
     capture.HOOKS.compiling_for_us = _compiling_for_us
     capture.HOOKS.attached = _attached
     capture.HOOKS.left_alone = _left_alone
+    capture.HOOKS.rule_number = _rule_number
+    capture.HOOKS.current_compile = private.current_compile
     capture.HOOKS.module_path = private.module_path
+    source_hash()  # of the files as they are loaded, not as someone may edit them before the first compile
     private.before_every_trace(capture.install)
     capture.install()
 

@@ -356,7 +356,7 @@ def run(
     steps = STEPS if steps is None else steps
     if steps < 1:
         raise LattnError("steps", got=str(steps), want="at least 1", remedy=f"Leave it out for {STEPS} steps.")
-    with _quiet_libraries():
+    with _quiet_libraries(), _one_thread():
         return _run(model, steps, [policy, *(_other_formats(policy) if all_formats else ())], seed)
 
 
@@ -489,6 +489,20 @@ def _must_differ(row: Row) -> None:
             want="the effect of a quantized state",
             remedy="The policy rounds nothing (exact, or fp32), or the rounding was lost: choose another policy.",
         )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Inside, torch computes on one core: sums in one order, so the same numbers on every machine of a kind. Matrices
+    this small hardly gain from a second core, and lose ten-fold where that core is busy with something else."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -7,8 +7,9 @@ ends up in the report, never an exception.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 __all__ = [
@@ -56,6 +57,19 @@ class LattnError(Exception):
 
 def _rebuild(cls: type[LattnError], argument: str, got: str, want: str, remedy: str) -> LattnError:
     return cls(argument, got=got, want=want, remedy=remedy)
+
+
+through_tracer: Callable[[LattnError], LattnError] | None = None
+"""Makes an error one that the tracer now running hands to the user as it is (set by the backend)."""
+
+
+@contextlib.contextmanager
+def surfacing() -> Iterator[None]:
+    """Around code that runs while Dynamo traces (fakes, constants): Dynamo would wrap what is raised here in its own."""
+    try:
+        yield
+    except LattnError as error:
+        raise error if through_tracer is None else through_tracer(error) from None
 
 
 class PolicyError(LattnError):
@@ -174,6 +188,11 @@ REASONS: dict[str, Reason] = {
             code="STATE_DTYPE",
             text="the graph itself stores the state in a lower precision, and only `exact` keeps that rounding",
             remedy='Keep the cache in float32, or use the policy "exact" for this site.',
+        ),
+        Reason(
+            code="SHARED_REGION",
+            text="one region of the graph serves several layers, and the recipe has different policies for them",
+            remedy="Give these layers one policy, or do not mark them as a nested_compile_region.",
         ),
         Reason(
             code="FORMAT_SHAPE",

@@ -5,13 +5,14 @@ It turns a policy into op arguments, carried states into tensors and cursors, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lattn_compile import phase
-from lattn_compile.errors import DtypeError, PolicyError, SequenceError, ShapeError, StateError
+from lattn_compile.errors import DtypeError, PolicyError, SequenceError, ShapeError, StateError, surfacing
 from lattn_compile.ops.decode import CHECKPOINT_EVERY, checkpoint_interval
 from lattn_compile.ops.segments import next_cursor, split
 from lattn_compile.phase import Lengths, as_lengths
@@ -19,6 +20,9 @@ from lattn_compile.policy import PRESETS, Policy
 from lattn_compile.state import EncodedState, from_raw
 
 __all__ = ["linear_attention"]
+
+own_call_tag: Callable[[], str] = str
+"""Says, while Dynamo traces a call here, what `lc.attach` knows about it (set by `passes.capture`); "" is nothing."""
 
 _EXACT = ("exact", "fp32", "before_write", "auto", None)
 
@@ -104,12 +108,14 @@ def linear_attention(
         "qk_l2norm": use_qk_l2norm_in_kernel,
         "site_id": site_id,
     }
-    if write == "token" or (write == "exact" and tokens == 1):
-        every = _checkpoint_every(tensors[:6], tokens)
-        o, final, _ = torch.ops.lattn.decode(*tensors, **common, checkpoint_every=every)
-    else:
-        grid = {} if chunk_size is None else {"chunk_size": chunk_size}
-        o, final = torch.ops.lattn.chunk(*tensors, **common, **grid)
+    tag = _own_call_tag() if torch.compiler.is_compiling() else ""
+    with torch.fx.traceback.annotate({"lattn": tag}) if tag else contextlib.nullcontext():
+        if write == "token" or (write == "exact" and tokens == 1):
+            every = _checkpoint_every(tensors[:6], tokens)
+            o, final, _ = torch.ops.lattn.decode(*tensors, **common, checkpoint_every=every)
+        else:
+            grid = {} if chunk_size is None else {"chunk_size": chunk_size}
+            o, final = torch.ops.lattn.chunk(*tensors, **common, **grid)
     if not output_final_state:
         return o, None
     if write == "exact":
@@ -126,20 +132,26 @@ def linear_attention(
     )
 
 
+@torch.compiler.assume_constant_result
+def _own_call_tag() -> str:
+    return own_call_tag()
+
+
 def _options(policy: Policy | str) -> tuple[str, str, str, str, int | None]:
     """write, state_format, readout, implementation and chunk_size of a policy."""
-    if isinstance(policy, str) and policy in PRESETS:
-        policy = PRESETS[policy]
-    if not isinstance(policy, Policy):
-        raise PolicyError(
-            "policy",
-            got=repr(policy),
-            want=f"a Policy, None, or a preset: {', '.join(PRESETS)}",
-            remedy="A Recipe chooses by path; one call takes one policy.",
-        )
-    options = policy.op_kwargs()
-    words = (options[name] for name in ("write", "state_format", "readout", "implementation"))
-    return (*words, options.get("chunk_size"))  # type: ignore[return-value]
+    with surfacing():
+        if isinstance(policy, str) and policy in PRESETS:
+            policy = PRESETS[policy]
+        if not isinstance(policy, Policy):
+            raise PolicyError(
+                "policy",
+                got=repr(policy),
+                want=f"a Policy, None, or a preset: {', '.join(PRESETS)}",
+                remedy="A Recipe chooses by path; one call takes one policy.",
+            )
+        options = policy.op_kwargs()
+        words = (options[name] for name in ("write", "state_format", "readout", "implementation"))
+        return (*words, options.get("chunk_size"))  # type: ignore[return-value]
 
 
 if torch.__version__ >= "2.13":  # a TorchVersion, which compares as a version

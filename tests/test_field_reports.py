@@ -357,14 +357,14 @@ def test_a_large_gate_at_the_first_position_of_a_channel_decay(form: str) -> Non
 @forms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_decay_and_nearly_equal_keys_stay_finite(form: str, dtype: torch.dtype) -> None:  # B37
-    tokens = 1024
+    tokens = 4096
     x = with_gate("gdn", 0.0, tokens=tokens, key_heads=1, value_heads=1, initial_state=False)
     rng = torch.Generator().manual_seed(0)
     key = torch.randn(1, 1, 1, 32, generator=rng) + 1e-3 * torch.randn(x.k.shape, generator=rng)
     x = replace(x, k=key, beta=torch.ones_like(x.beta)).map(lambda t: t.to(dtype))  # type: ignore[arg-type]
     got, want = run(form, x), oracle(*x.tensors(), **x.options())
-    assert off(got[0], want.o) < (1e-4 if dtype is torch.float32 else 1e-2)
-    assert off(got[1], want.final_state) < 1e-4
+    assert off(got[0], want.o) < (2.5e-4 if dtype is torch.float32 else 1e-2)
+    assert off(got[1], want.final_state) < 2.5e-4  # 2^-24 T, semantics §8
 
 
 @pytest.mark.parametrize("chunk_size", [16, 32, 64])

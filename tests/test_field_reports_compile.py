@@ -153,7 +153,8 @@ def test_positions_with_resets_put_no_data_dependent_op_into_the_graph(name: str
     with recorded() as record, torch.no_grad():
         got = _compile(model)(ids, position_ids=positions, use_cache=False).logits
         want = model(ids, position_ids=positions, use_cache=False).logits
-    assert "nonzero" not in record.text and "item" not in record.text.replace("getitem", "")
+    called = {getattr(n.target, "__name__", str(n.target)) for n in record.graphs[-1].graph.nodes}
+    assert not called & {"nonzero", "item", "tolist", "where"}
     assert (got - want).abs().max() < 1e-5
 
 
@@ -243,6 +244,20 @@ def test_packed_samples_of_a_model_are_kept_apart_or_the_user_is_told() -> None:
 
 
 # --- export -----------------------------------------------------------------------------------------------------------
+
+
+def test_boundaries_may_be_given_twice() -> None:  # B20: transformers' collator sends seq_idx beside cu_seqlens
+    x = make_inputs("gdn", lengths=[5, 4], seed=5, initial_state=False)
+    seq_idx = torch.tensor([[0] * 5 + [1] * 4], dtype=torch.int32)
+
+    def call() -> Tensor:
+        options = {"cu_seqlens": x.cu_seqlens, "seq_idx": seq_idx, "use_qk_l2norm_in_kernel": True}
+        return _chunk_function()(x.q, x.k, x.v, g=x.g, beta=x.beta, **options)[0]
+
+    with recorded() as record:
+        got = _compile(call)()
+    assert record.lattn_ops == 1
+    assert (got - oracle(*x.tensors(), **x.options()).o).abs().max() < 1e-5
 
 
 class DecodeStep(nn.Module):
@@ -349,7 +364,7 @@ def test_strides_are_honoured_with_dynamic_shapes() -> None:  # B12
         baseline += 1
         return gm.forward
 
-    with recorded() as record:
+    with recorded() as record, torch._dynamo.config.patch(recompile_limit=32):
         compiled, other = _compile(attend, "int8", dynamic=True), torch.compile(attend, backend=count, dynamic=True)
         for layout in LAYOUTS.values():
             args = [layout(t) for t in (x.q, x.k, x.v, x.g, x.beta) if t is not None]
@@ -483,21 +498,22 @@ def test_very_short_training_sequences_equal_eager(name: str) -> None:  # B56: s
                 model.zero_grad(set_to_none=True)
                 f(_ids(2, tokens)).logits.square().sum().backward()
                 found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+            largest = max(float(want.norm()) for want in found[0].values())
             for n, want in found[0].items():
-                assert (found[1][n] - want).norm() <= 1e-4 * want.norm() + 1e-5, (tokens, n)
+                assert (found[1][n] - want).norm() <= 1e-4 * want.norm() + 1e-6 * largest, (tokens, n)
     assert len(record.graphs) <= 2
 
 
-@names
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
 def test_prefill_and_one_step_of_a_model_equal_the_full_forward(name: str) -> None:  # B24
     from transformers import DynamicCache
 
     model, _ = tiny_models.build(name, layers=2)
     with recorded(), torch.no_grad():
         compiled = _compile(model)
-        for tokens in (2, 64, 65, 128):
+        for tokens in (65, 128):
             ids, cache = _ids(1, tokens), DynamicCache(config=model.config)
-            full = compiled(ids, use_cache=False).logits
+            full = model(ids, use_cache=False).logits
             compiled(ids[:, :-1], past_key_values=cache)
             step = compiled(ids[:, -1:], past_key_values=cache).logits
             assert (step - full[:, -1:]).abs().max() < 5e-6, tokens

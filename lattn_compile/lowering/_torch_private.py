@@ -5,6 +5,7 @@ Tested on torch 2.11 to 2.13. When a torch release moves something, this file an
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from lattn_compile.errors import LattnError
+
 BACKEND = "lattn_compile"
 
 __all__ = [
@@ -23,6 +26,7 @@ __all__ = [
     "before_every_trace",
     "compile_with_inductor",
     "compiling_options",
+    "current_compile",
     "dynamo_counters",
     "inductor_options",
     "module_path",
@@ -67,27 +71,54 @@ def compiling_options() -> dict[str, Any] | None:
     tx = _translator()
     if tx is None:
         return None
+    layers: list[Any] = []
     fn: Any = tx.output.compiler_fn
-    for _ in range(8):
-        if getattr(fn, "compiler_name", None) == BACKEND or getattr(fn, "__name__", None) == BACKEND:
-            break
+    while fn is not None and len(layers) < 8:
+        layers.append(fn)
         fn = _inner(fn)
-        if fn is None:
-            return None
-    while fn is not None:
-        kwargs = getattr(fn, "kwargs", None)
-        if isinstance(kwargs, dict):
-            return kwargs
-        fn = _inner(fn)
-    return {}
+    if not any(BACKEND in (getattr(f, "compiler_name", None), getattr(f, "__name__", None)) for f in layers):
+        return None
+    keywords: dict[str, Any] = {}
+    for fn in reversed(layers):  # an outer layer's keywords win, as in a partial of a partial
+        given = fn.keywords if isinstance(fn, functools.partial) else getattr(fn, "kwargs", None)
+        keywords |= given if isinstance(given, dict) else {}
+    return keywords
+
+
+def current_compile() -> str:
+    """Which of Dynamo's compiles is running, the same while it traces and when it calls the backend."""
+    from torch._guards import CompileContext
+
+    return str(CompileContext.current_compile_id())
 
 
 def _inner(fn: Any) -> Any | None:
+    if isinstance(fn, functools.partial):
+        return fn.func
     for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "__wrapped__", "compiler_fn"):
         inner = getattr(fn, name, None)
         if inner is not None and inner is not fn:
             return inner
     return None
+
+
+def as_unsupported(error: LattnError) -> LattnError:
+    """`error` in the shape that Dynamo does not wrap: also its own `Unsupported`.
+
+    Under fullgraph=True that reaches the user unchanged; otherwise the graph breaks here and the eager call raises.
+    """
+    if _translator() is None:
+        return error
+    from torch._dynamo.exc import Unsupported
+
+    kind = type(error)
+    passing = type(
+        kind.__name__, (kind, Unsupported), {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    )
+    raised = passing.__new__(passing)
+    raised.__dict__.update(Unsupported(str(error)).__dict__, **error.__dict__)
+    raised.args = (str(error),)
+    return raised  # type: ignore[no-any-return]
 
 
 def traced_modules() -> list[tuple[Any, Any]]:
@@ -177,13 +208,19 @@ class CacheIdentity(CustomGraphPass):
     def __init__(self, identity: str, inner: Any | None = None) -> None:
         self.identity, self.inner = identity, inner
 
+    def _inner_passes(self) -> list[Any]:
+        if self.inner is None:
+            return []
+        return list(self.inner) if isinstance(self.inner, (list, tuple)) else [self.inner]
+
     def __call__(self, graph: fx.Graph) -> None:
-        if self.inner is not None:
-            self.inner(graph)
+        for inner in self._inner_passes():
+            inner(graph)
 
     def uuid(self) -> Any:
-        inner = self.inner.uuid() if isinstance(self.inner, CustomGraphPass) else None
-        return (self.identity, inner)
+        # A pass that does not say what it does keeps its graphs out of the caches, as it would without this one.
+        inner = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._inner_passes()]
+        return None if any(not u for u in inner) else (self.identity, *inner)
 
 
 def configured_post_grad_pass(patches: dict[str, Any]) -> Any | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lattn_compile.errors import surfacing
 from lattn_compile.ops import dispatch
 from lattn_compile.ops.autograd import register_first_order
 from lattn_compile.ops.call import (
@@ -86,7 +87,8 @@ class _Chunk:
 @torch.library.register_fake("lattn::chunk")
 def _chunk_fake(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
     t = Tensors(*tensors)
-    geometry, _ = _Chunk(**options).checked(t)
+    with surfacing():
+        geometry, _ = _Chunk(**options).checked(t)
     return t.q.new_empty(t.v.shape), t.q.new_empty(geometry.state_shape, dtype=geometry.dtype)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lattn_compile.errors import surfacing
 from lattn_compile.ops import dispatch
 from lattn_compile.ops.autograd import register_first_order
 from lattn_compile.ops.call import (
@@ -109,7 +110,8 @@ def _checkpoint_shape(geometry: Geometry, every: int) -> tuple[int, ...]:
 @torch.library.register_fake("lattn::decode")
 def _decode_fake(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     t, chosen = Tensors(*tensors), _Decode(**options)
-    geometry, _ = chosen.checked(t)
+    with surfacing():
+        geometry, _ = chosen.checked(t)
     shape = _checkpoint_shape(geometry, chosen.checkpoint_every)
     return (
         t.q.new_empty(t.v.shape),

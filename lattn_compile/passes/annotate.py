@@ -29,7 +29,7 @@ def run(context: PassContext) -> None:
             site.reason = reason("NO_RULE" if site.rule_index is None else "RULE_NONE")
             continue
         site.policy.require_built()
-        site.reason = _obstacle(site, site.policy)
+        site.reason = _obstacle(site, site.policy) or _disagreement(site, site.policy, recipe)
     if context.recipe is not None:
         recipes.setdefault(id(context.recipe), context.recipe)
     for key, recipe in recipes.items():
@@ -37,6 +37,7 @@ def run(context: PassContext) -> None:
         if context.sites or context.left_alone:
             _warn_about_idle_rules(context, recipe, hits.get(key, set()) | left_alone)
     _warn_about_missing_phase(context)
+    _warn_about_packed_convolutions(context)
 
 
 def _obstacle(site: SiteNode, policy: Policy) -> Reason | None:
@@ -44,8 +45,8 @@ def _obstacle(site: SiteNode, policy: Policy) -> Reason | None:
     if isinstance(policy.write, Exact):
         return None
     state = site.arguments["initial_state"]
-    if state is not None:
-        dtype = value_of(state).dtype
+    if state is not None and (value := value_of(state)) is not None:
+        dtype = value.dtype
         if dtype not in (torch.float32, torch.float64):
             return reason("STATE_DTYPE", f"the initial state is {dtype}")
     survives_rounding_again = (
@@ -59,6 +60,15 @@ def _obstacle(site: SiteNode, policy: Policy) -> Reason | None:
             policy.state.check(shape_k[-1], shape_v[-1])
         except FormatError as error:
             return reason("FORMAT_SHAPE", str(error))
+    return None
+
+
+def _disagreement(site: SiteNode, policy: Policy, recipe: Recipe) -> Reason | None:
+    """Several layers run this one node: what the recipe says of one of them must be what it says of all."""
+    name = site.id.removeprefix(site.path)
+    for path in site.other_paths:
+        if recipe.resolve(path + name)[1] != policy:
+            return reason("SHARED_REGION", f"{site.path} and {path}")
     return None
 
 
@@ -87,4 +97,15 @@ def _warn_about_missing_phase(context: PassContext) -> None:
         context.warnings.append(
             f"training without a phase: {len(silent)} chunk-form site(s) are all prefix, so nothing is quantized. "
             "Wrap the step in lc.training_phase(prefix_lengths)."
+        )
+
+
+def _warn_about_packed_convolutions(context: PassContext) -> None:
+    """transformers refuses packed sequences without FLA, for its torch recurrence would mix them. Ours does not, but
+    the model's convolution before it still may."""
+    packed = [s for s in context.sites if s.call.startswith("transformers.") and s.arguments["cu_seqlens"] is not None]
+    if packed:
+        context.warnings.append(
+            f"{len(packed)} recurrence(s) keep packed sequences (cu_seqlens) apart; the model's short conv before them "
+            "is transformers' own, and without the causal_conv1d package it reads across their borders."
         )

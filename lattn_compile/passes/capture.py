@@ -21,6 +21,7 @@ import secrets
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,8 @@ import torch
 from torch import Tensor
 
 import lattn_compile.ops  # noqa: F401  (registers the ops that capture emits)
-from lattn_compile import phase
+from lattn_compile import functional, phase
+from lattn_compile.errors import LattnWarning
 from lattn_compile.recurrence import BY_NAME, KINDS, KnownCall, Recurrence
 from lattn_compile.recurrence.linear import normalize as normalize_output
 
@@ -85,18 +87,23 @@ class Hooks:
 
     `compiling_for_us()` says whether the trace now running was started by our backend; `attached()` returns the
     attached site and recipe of the module being traced, guarding the trace on them; `left_alone(key, kind)` says that
-    the recipe in force leaves the call being traced alone.
+    the recipe in force leaves the call being traced alone; `rule_number(kind)` is the number of its rule, and
+    `current_compile()` says which trace is running.
     """
 
     compiling_for_us: Callable[[], bool] = _never
     attached: Callable[[], tuple[tuple[str, str] | None, Any]] = _no_context
     left_alone: Callable[[str, str], LeftAlone | None] = _nothing
+    rule_number: Callable[[str], int] = lambda kind: 0
+    current_compile: Callable[[], str] = str
     module_path: Callable[[str], str] = str
 
 
 HOOKS = Hooks()
 CONTEXTS: dict[str, SiteContext] = {}
-REFUSALS: list[Refused | LeftAlone] = []
+REFUSALS: list[tuple[str, Refused | LeftAlone]] = []  # with the trace that each belongs to
+_NOT_CAPTURED: dict[str, Refused] = {}  # while `capture()` is active: what it left as it was
+OWN_CALL = "lattn_compile.linear_attention"
 # A saved program brings tags of another process along; they must not find contexts of this one.
 _PROCESS = secrets.token_hex(4)
 _COUNTER = itertools.count(1)
@@ -174,7 +181,7 @@ def _captures(key: str, kind: str) -> bool:
         return False
     left = HOOKS.left_alone(key, kind)
     if left is not None:
-        REFUSALS.append(left)
+        REFUSALS.append((HOOKS.current_compile(), left))
     return left is None
 
 
@@ -182,6 +189,10 @@ def _captures(key: str, kind: str) -> bool:
 def _open_site(key: str, kind: str) -> str:
     """Remember the trace-time context of one captured call; the tag finds it again from the node."""
     attached, recipe = HOOKS.attached()
+    return _remember(key, kind, attached, recipe)
+
+
+def _remember(key: str, kind: str, attached: tuple[str, str] | None, recipe: Any) -> str:
     with _LOCK:
         index = f"{_PROCESS}.{next(_COUNTER)}"
         CONTEXTS[index] = SiteContext(key, kind, attached, recipe)
@@ -191,8 +202,29 @@ def _open_site(key: str, kind: str) -> str:
 
 
 @torch.compiler.assume_constant_result
+def _rule_number(kind: str) -> int:
+    """The rule of the call being traced. It goes into the node: Dynamo merges the bodies of equal regions, and layers
+    that differ in their rule alone would look equal to it."""
+    return HOOKS.rule_number(kind)
+
+
+def _own_call_tag() -> str:
+    """The tag of a `lc.linear_attention` call being traced, where `lc.attach` has something to say about it."""
+    if not HOOKS.compiling_for_us():
+        return ""
+    attached, recipe = HOOKS.attached()
+    return "" if attached is None else _remember(OWN_CALL, "own", attached, recipe)
+
+
+functional.own_call_tag = _own_call_tag
+
+
+@torch.compiler.assume_constant_result
 def _note_refusal(key: str, why: str) -> bool:
-    REFUSALS.append(Refused(key, why))
+    if HOOKS.compiling_for_us():
+        REFUSALS.append((HOOKS.current_compile(), Refused(key, why)))
+    else:
+        _NOT_CAPTURED.setdefault(key, Refused(key, why))
     return True
 
 
@@ -206,17 +238,17 @@ def _stand_in(known: _Known) -> Callable[..., Any]:
         if isinstance(call, str):
             _note_refusal(key, call)
             return copy(*args, **kwargs)
-        return emit(call, kind, form, _open_site(key, kind))
+        return emit(call, kind, form, _open_site(key, kind), _rule_number(kind))
 
     return captured
 
 
-def emit(call: Recurrence, kind: str, form: str, tag: str) -> tuple[Tensor, Any]:
+def emit(call: Recurrence, kind: str, form: str, tag: str, site_id: int = 0) -> tuple[Tensor, Any]:
     """The exact op for one recurrence call, with its layout and normaliser around it as plain torch.
 
     Args:
         call: the normalised call. kind: name of its kind. form: "chunk" or "recurrent".
-        tag: what is written to the nodes' `meta["custom"]["lattn"]`.
+        tag: what is written to the nodes' `meta["custom"]["lattn"]`. site_id: the op's.
     Returns:
         `(o, final_state)` in the library's own convention.
     """
@@ -225,6 +257,9 @@ def emit(call: Recurrence, kind: str, form: str, tag: str) -> tuple[Tensor, Any]
     if state is not None and call.state_v_first:
         state = state.transpose(-1, -2)
     scale = call.k.shape[-1] ** -0.5 if call.scale is None else call.scale
+    options = {"rule": rule, "scale": scale, "qk_l2norm": call.qk_l2norm}
+    if site_id:
+        options["site_id"] = site_id
     prefix, sequence = phase.current()
     with torch.fx.traceback.annotate({META: tag}):
         if form == "chunk":
@@ -239,9 +274,7 @@ def emit(call: Recurrence, kind: str, form: str, tag: str) -> tuple[Tensor, Any]
                 prefix,
                 sequence,
                 None,
-                rule=rule,
-                scale=scale,
-                qk_l2norm=call.qk_l2norm,
+                **options,
             )
         else:
             o, final, _ = torch.ops.lattn.decode(
@@ -255,9 +288,7 @@ def emit(call: Recurrence, kind: str, form: str, tag: str) -> tuple[Tensor, Any]
                 prefix,
                 sequence,
                 None,
-                rule=rule,
-                scale=scale,
-                qk_l2norm=call.qk_l2norm,
+                **options,
             )
     final_state: Any = final.transpose(-1, -2) if call.state_v_first else final
     if not call.output_final_state:
@@ -273,7 +304,7 @@ def run_captured(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     known = _KNOWN[index]
     call = known.call.adapter(*args, **kwargs)
     if isinstance(call, str):
-        REFUSALS.append(Refused(known.key, call))
+        _NOT_CAPTURED.setdefault(known.key, Refused(known.key, call))
         return known.copy(*args, **kwargs)
     return emit(call, known.kind, known.call.form, f"{known.kind}:{known.key}")
 
@@ -304,26 +335,40 @@ def capture() -> Iterator[None]:
     """While active, known library calls become one node each in whatever is traced.
 
     Put it around `torch.export.export(...)` (strict or not) or `make_fx`. It swaps functions of the libraries for the
-    whole process until it is left, so do not run other threads' models through them meanwhile. Nests.
+    whole process until it is left, so do not run other threads' models through them meanwhile. Nests. A known call that
+    has no exact counterpart is traced as it is, and a `LattnWarning` on exit says so.
 
     Example:
         >>> with lc.capture():
         ...     program = torch.export.export(model, (input_ids,))
     """
+    with capturing() as refused:
+        yield
+    for entry in refused:
+        warnings.warn(f"lc.capture() left {entry.call} as it was: {entry.why}", LattnWarning, stacklevel=3)
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[list[Refused]]:
+    """`capture()` for callers that report what was not captured themselves: the list is filled on exit."""
     global _ACTIVE_CAPTURES
     install()
+    refused: list[Refused] = []
     with _LOCK:
         _ACTIVE_CAPTURES += 1
-        if _ACTIVE_CAPTURES == 1:
-            for known in _KNOWN.values():
-                _swap(known)
     try:
+        with _LOCK:
+            if _ACTIVE_CAPTURES == 1:
+                for known in _KNOWN.values():
+                    _swap(known)
         # Non-strict export keeps annotations of nodes only where node metadata is preserved.
         with torch.fx.traceback.preserve_node_meta():
-            yield
+            yield refused
     finally:
         with _LOCK:
             _ACTIVE_CAPTURES -= 1
             if _ACTIVE_CAPTURES == 0:
                 for known in _KNOWN.values():
                     known.function.__code__ = known.code
+                refused += _NOT_CAPTURED.values()
+                _NOT_CAPTURED.clear()

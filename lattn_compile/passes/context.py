@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,8 @@ class SiteNode:
     """One recurrence in the graph.
 
     `arguments` are the op's, by schema name, defaults filled in, and are what `replace` writes back: a pass that
-    changes one changes the op. `form` is "chunk" or "recurrent".
+    changes one changes the op. `form` is "chunk" or "recurrent". `other_paths` are those of further layers that run the
+    same node: a region's body may serve several (`nested_compile_region`).
     """
 
     node: fx.Node
@@ -35,6 +37,7 @@ class SiteNode:
     rule_index: int | None = None
     reason: Reason | None = None
     folded: list[str] = field(default_factory=list)
+    other_paths: tuple[str, ...] = ()
     id: str = ""
     before: str | None = None
 
@@ -51,7 +54,9 @@ class SiteNode:
         return [u for u in self.node.users if u.target is operator.getitem and u.args[1] == index]
 
     def used(self, index: int) -> bool:
-        return any(u.users for u in self.output(index))
+        """Whether anything reads output `index`. A user that is no `getitem` takes them all."""
+        whole = any(u.target is not operator.getitem for u in self.node.users)
+        return whole or any(u.users for u in self.output(index))
 
 
 @dataclass
@@ -73,6 +78,47 @@ class PassContext:
     refused: list[Refused] = field(default_factory=list)
     sites: list[SiteNode] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+
+def nodes_of(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """Every node, those of region bodies (activation checkpoints, `cond`, `scan`, autocast and grad-mode regions of an
+    exported program, ...) included, each body once, where it is first named."""
+    seen: set[int] = set()
+
+    def walk(current: fx.GraphModule) -> Iterator[fx.Node]:
+        seen.add(id(current))
+        bodies = dict(bodies_of(current))
+        for node in current.graph.nodes:
+            if node in bodies and id(bodies[node]) not in seen:
+                yield from walk(bodies[node])
+            yield node
+
+    yield from walk(module)
+
+
+def graph_modules_of(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """`module` and the bodies of its regions, each once."""
+    found = {id(module): module}
+    waiting = [module]
+    while waiting:
+        for _, body in bodies_of(waiting.pop()):
+            if id(body) not in found:
+                found[id(body)] = body
+                waiting.append(body)
+    yield from found.values()
+
+
+def bodies_of(module: fx.GraphModule) -> list[tuple[fx.Node, fx.GraphModule]]:
+    """The nodes of `module` that name a region's body, and the bodies."""
+    found = []
+    for node in module.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            body: Any = module
+            for name in str(node.target).split("."):
+                body = getattr(body, name, None)
+            if isinstance(body, fx.GraphModule):
+                found.append((node, body))
+    return found
 
 
 def value_of(node: Any) -> Any:

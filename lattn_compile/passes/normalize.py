@@ -10,19 +10,20 @@ would then be compiled twice, once for either layout, so the copy is spelled out
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 
-from lattn_compile.passes.context import PassContext, SiteNode, shape_of, value_of
+from lattn_compile.passes.context import PassContext, SiteNode, nodes_of, shape_of, value_of
 
 
 def run(context: PassContext) -> None:
     for site in context.sites:
         _fold_head_repeat(site)
     if context.sites:
-        for node in list(context.module.graph.nodes):
+        for node in list(nodes_of(context.module)):
             if node.op == "call_function" and node.target is torch.cat:
                 _spell_out_copy(node)
 
@@ -30,6 +31,8 @@ def run(context: PassContext) -> None:
 def _fold_head_repeat(site: SiteNode) -> None:
     q, k = (_repeated(site.arguments[name]) for name in ("q", "k"))
     if q is None or k is None or q[1] != k[1]:
+        return
+    if any(_written_between(site.arguments[name], site.node) for name in ("q", "k")):
         return
     shape_q, shape_k = shape_of(q[0]), shape_of(k[0])
     if shape_q is None or shape_k is None or shape_q[2] != shape_k[2]:
@@ -59,9 +62,44 @@ def _repeated(node: Any) -> tuple[fx.Node, int] | None:
     return x, repeats
 
 
+_IN_PLACE_OPERATORS = frozenset(
+    f for name, f in vars(operator).items() if name == "setitem" or (name[0] == "i" and f"__{name}__" in vars(operator))
+)
+
+
+def _written_between(first: fx.Node, last: fx.Node) -> bool:
+    """Whether anything between two nodes of one graph may write to a tensor.
+
+    A Dynamo graph is not functional: what the repeat read may have changed when the op runs, and views hide whose
+    memory a write reaches. So any write at all counts.
+    """
+    node = first.next
+    while node is not last:
+        if node.op == "root" or _may_write(node):
+            return True
+        node = node.next
+    return False
+
+
+def _may_write(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        name = str(node.target)
+        return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    if node.op != "call_function":
+        return node.op == "call_module"
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    if isinstance(target, torch._ops.HigherOrderOperator) or target in _IN_PLACE_OPERATORS:
+        return True
+    # F.relu(x, True) writes as well; that a True says something else is no harm.
+    literal = any(x is True for x in node.args) or bool(node.kwargs.get("inplace"))
+    return "out" in node.kwargs or literal or getattr(target, "__name__", "_").endswith("_")
+
+
 def _spell_out_copy(node: fx.Node) -> None:
     operands = node.args[0] if node.args else node.kwargs.get("tensors")
-    if not isinstance(operands, (list, tuple)):
+    if not isinstance(operands, (list, tuple)) or "out" in node.kwargs:
         return
     shapes = [shape_of(x) for x in operands]
     filled = [
@@ -70,7 +108,7 @@ def _spell_out_copy(node: fx.Node) -> None:
         if not (shape and any(type(n) is int and n == 0 for n in shape))
     ]
     value = value_of(node)
-    if len(filled) != 1 or len(operands) < 2 or not isinstance(value, torch.Tensor):
+    if len(filled) != 1 or len(operands) < 2 or not isinstance(value, torch.Tensor) or not value.is_contiguous():
         return
     (x,) = filled
     if not isinstance(x, fx.Node) or value_of(x) is None or value_of(x).dtype != value.dtype:

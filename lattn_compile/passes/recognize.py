@@ -13,17 +13,17 @@ import torch
 from torch import fx
 
 from lattn_compile.passes import capture
-from lattn_compile.passes.context import PassContext, SiteNode, shape_of
+from lattn_compile.passes.context import PassContext, SiteNode, bodies_of, graph_modules_of, nodes_of, shape_of
 from lattn_compile.recurrence import classify
 
 _OPS = {"lattn::chunk": "chunk", "lattn::decode": "recurrent"}
-_OWN_CALL = "lattn_compile.linear_attention"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
 
 def run(context: PassContext) -> None:
     counts: dict[tuple[str, str], int] = {}
-    for node in context.module.graph.nodes:
+    shared = _callers(context.module)
+    for node in nodes_of(context.module):
         overload = overload_of(node)
         if overload is None or overload._schema.name not in _OPS:
             continue
@@ -31,7 +31,31 @@ def run(context: PassContext) -> None:
         key = (site.path, site.kind.name)
         number = counts[key] = counts.get(key, -1) + 1
         site.id = f"{site.path}/{site.kind.name}#{number}"
+        site.other_paths = _other_paths(site.path, module_path_of(node), shared.get(id(node.graph), []))
         context.sites.append(site)
+
+
+def _callers(module: fx.GraphModule) -> dict[int, list[str]]:
+    """Module paths of the calls of each region body, by the id of its graph, in order."""
+    callers: dict[int, list[str]] = {}
+    for graph_module in graph_modules_of(module):
+        for node, body in bodies_of(graph_module):
+            users = node.users if node.op == "get_attr" else [node]
+            callers.setdefault(id(body.graph), []).extend(module_path_of(user) for user in users)
+    return callers
+
+
+def _other_paths(path: str, traced: str, callers: list[str]) -> tuple[str, ...]:
+    """Where else a site of a shared body runs: its path below the first caller, below each of the others.
+
+    `path` may be attached, and then has a prefix that the `traced` one and the callers lack.
+    """
+    if len(set(callers)) < 2:
+        return ()
+    if not traced.startswith(callers[0]) or not path.endswith(traced):
+        return tuple(callers)
+    prefix, below = path.removesuffix(traced), traced.removeprefix(callers[0])
+    return tuple(prefix + caller + below for caller in callers[1:])
 
 
 def overload_of(node: fx.Node) -> torch._ops.OpOverload | None:
@@ -77,7 +101,7 @@ def _from_tag(node: fx.Node) -> tuple[str, capture.SiteContext | None]:
     custom = node.meta.get("custom") or {}
     parts = str(custom.get(capture.META, "")).split(":")
     if len(parts) < 2:
-        return _OWN_CALL, None
+        return capture.OWN_CALL, None
     node.meta["custom"] = {**custom, capture.META: ":".join(parts[:2])}
     return parts[1], capture.CONTEXTS.pop(parts[2], None) if len(parts) > 2 else None
 

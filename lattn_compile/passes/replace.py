@@ -10,19 +10,19 @@ import torch
 from torch import fx
 
 from lattn_compile.ops import CHECKPOINT_EVERY, checkpoint_interval
-from lattn_compile.passes.context import PassContext, SiteNode, shape_of
+from lattn_compile.passes import capture
+from lattn_compile.passes.context import PassContext, SiteNode, graph_modules_of, shape_of
 from lattn_compile.policy import Exact
 
 
 def run(context: PassContext) -> None:
-    graph = context.module.graph
     for number, site in enumerate(context.sites):
         if site.policy is None or site.reason is not None:
-            site.node = _write(graph, site, site.node.target, {}, number, context.training)
-            continue
+            continue  # exactly as it was
         target, options = _choose(site)
-        site.node = _write(graph, site, target, options, number, context.training)
-    context.module.recompile()
+        site.node = _write(site, target, options, number, context.training)
+    for graph_module in graph_modules_of(context.module):
+        graph_module.recompile()
 
 
 def _choose(site: SiteNode) -> tuple[Any, dict[str, Any]]:
@@ -39,9 +39,7 @@ def _choose(site: SiteNode) -> tuple[Any, dict[str, Any]]:
     return (chunk if options["write"] == "chunk" else decode), options
 
 
-def _write(
-    graph: fx.Graph, site: SiteNode, target: Any, options: dict[str, Any], number: int, training: bool
-) -> fx.Node:
+def _write(site: SiteNode, target: Any, options: dict[str, Any], number: int, training: bool) -> fx.Node:
     old = site.node
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = target.default
@@ -52,18 +50,19 @@ def _write(
     if "checkpoint_every" in names and training:
         shape = shape_of(site.arguments["q"])
         values["checkpoint_every"] = CHECKPOINT_EVERY if shape is None else checkpoint_interval(shape[1])
-    values["site_id"] = number
+    if site.call != capture.OWN_CALL:  # a caller's own number is theirs
+        values["site_id"] = number
     positional = [a.name for a in target._schema.arguments if not a.kwarg_only]
     kwargs = {
         a.name: values[a.name]
         for a in target._schema.arguments
         if a.kwarg_only and not (a.has_default_value() and values[a.name] == a.default_value)
     }
-    with graph.inserting_before(old):
-        new = graph.call_function(target, tuple(values[n] for n in positional), kwargs)
+    with old.graph.inserting_before(old):
+        new = old.graph.call_function(target, tuple(values[n] for n in positional), kwargs)
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
-    graph.erase_node(old)
+    old.graph.erase_node(old)
     _erase_unused(new.users, len(target._schema.returns))
     return new
 

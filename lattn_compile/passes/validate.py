@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from lattn_compile.errors import RewriteError
-from lattn_compile.passes.context import PassContext, SiteNode, value_of
+from lattn_compile.passes.context import PassContext, SiteNode, graph_modules_of, value_of
 from lattn_compile.passes.recognize import overload_of
 
 
 def run(context: PassContext) -> None:
-    context.module.graph.lint()
+    for graph_module in graph_modules_of(context.module):
+        graph_module.graph.lint()
     for site in context.sites:
         _same_outputs(site)
 
@@ -19,7 +20,7 @@ def _same_outputs(site: SiteNode) -> None:
     """Run the new op's fake on the site's fake arguments and compare with what the graph held before."""
     before = value_of(site.node)
     overload = overload_of(site.node)
-    if before is None or overload is None:
+    if before is None or overload is None or any(value_of(n) is None for n in site.node.all_input_nodes):
         return
     args = torch.utils._pytree.tree_map_only(torch.fx.Node, value_of, (site.node.args, site.node.kwargs))
     fake = next((a.fake_mode for a in args[0] if hasattr(a, "fake_mode")), None)

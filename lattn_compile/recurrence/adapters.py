@@ -75,7 +75,7 @@ def hf_delta(
     """
     if scale is not None:
         return "scale= is honoured by FLA and ignored by the torch function behind the same name"
-    if seq_idx is not None:
+    if seq_idx is not None and cu_seqlens is None:  # with both, as collators send them, they say the same
         return "seq_idx= marks packed sequences; pass cu_seqlens instead"
     return Recurrence(
         q=query,

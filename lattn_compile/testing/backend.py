@@ -17,6 +17,7 @@ from torch import fx
 from torch.utils._pytree import tree_map_only
 
 from lattn_compile.lowering import _torch_private as private
+from lattn_compile.passes.context import nodes_of
 from lattn_compile.passes.recognize import overload_of
 from lattn_compile.report import Report
 
@@ -39,8 +40,8 @@ class Record:
 
     @property
     def lattn_ops(self) -> int:
-        """`lattn::` ops in the newest graph."""
-        return sum(str(n.target).startswith("lattn.") for n in self.graphs[-1].graph.nodes)
+        """`lattn::` ops in the newest graph, those in its regions included."""
+        return sum(str(n.target).startswith("lattn.") for n in nodes_of(self.graphs[-1]))
 
     @property
     def text(self) -> str:
