@@ -65,7 +65,7 @@ through_tracer: Callable[[LattnError], LattnError] | None = None
 
 @contextlib.contextmanager
 def surfacing() -> Iterator[None]:
-    """Around code that runs while Dynamo traces (fakes, constants): Dynamo would wrap what is raised here in its own."""
+    """Around code that runs while Dynamo traces (fakes, constants), where it would wrap what is raised in its own."""
     try:
         yield
     except LattnError as error:

@@ -112,9 +112,8 @@ def as_unsupported(error: LattnError) -> LattnError:
     from torch._dynamo.exc import Unsupported
 
     kind = type(error)
-    passing = type(
-        kind.__name__, (kind, Unsupported), {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    )
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    passing: Any = type(kind.__name__, (kind, Unsupported), names)
     raised = passing.__new__(passing)
     raised.__dict__.update(Unsupported(str(error)).__dict__, **error.__dict__)
     raised.args = (str(error),)
