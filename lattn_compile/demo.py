@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["BATCH", "LENGTH", "MODELS", "PREFIX", "Lab", "Row", "Text", "build_model", "load_text", "run"]
 
 BATCH, LENGTH, PREFIX = 8, 256, 64
-STEPS = 160
+STEPS = 120
 HELDOUT_BATCHES = 12
 LEARNING_RATE = 3e-3
 
@@ -344,7 +344,7 @@ def run(
 
     Args:
         model: qwen3_next, qwen3_5 or kimi.
-        steps: training steps of the exact model (160); the continuation has a quarter of them.
+        steps: training steps of the exact model (120); the continuation has a quarter of them.
         policy: any policy or recipe with a quantized state; its write mode counts.
         all_formats: also measure every other state format, written token by token.
 
