@@ -20,7 +20,7 @@ from torch import fx
 
 from lattn_compile import errors, passes
 from lattn_compile.attach import GROUP, PATH, RECIPE, note_compile_without_recipe
-from lattn_compile.errors import LattnError, LattnWarning, PolicyError, RewriteError, nearest
+from lattn_compile.errors import LattnError, LattnWarning, PolicyError, RewriteError, nearest, reason
 from lattn_compile.lowering import _torch_private as private
 from lattn_compile.passes import capture
 from lattn_compile.passes.context import PassContext
@@ -140,12 +140,21 @@ def _speak(context: PassContext, report: Report, recipe: Recipe | None, strict: 
             raise RewriteError(
                 "options['strict']", got=text, want="every site rewritten as asked", remedy="Mend it or drop strict."
             )
-        if text not in _SAID:
-            _SAID.add(text)
-            warnings.warn(text, LattnWarning, stacklevel=2)
+        _say(text)
     if recipe is None and report.sites and not any(s.recipe for s in context.sites) and "no recipe" not in _SAID:
         _SAID.add("no recipe")
         log.warning('no policy in options and none attached: recurrences stay exact (options={"policy": ...})')
+
+
+def _say(text: str) -> None:
+    if text not in _SAID:
+        _SAID.add(text)
+        warnings.warn(text, LattnWarning, stacklevel=3)
+
+
+def _say_refused(refused: capture.Refused) -> None:
+    """Said while tracing: a frame without a graph, or a trace that fails later, never reaches the backend."""
+    _say(reason("CALL_OPTIONS", f"{refused.call}: {refused.why}").text)
 
 
 def _take_left_alone() -> tuple[list[capture.LeftAlone], list[capture.Refused]]:
@@ -251,6 +260,7 @@ def _wire_capture() -> None:
     capture.HOOKS.compiling_for_us = _compiling_for_us
     capture.HOOKS.attached = _attached
     capture.HOOKS.left_alone = _left_alone
+    capture.HOOKS.say_refused = _say_refused
     capture.HOOKS.rule_number = _rule_number
     capture.HOOKS.current_compile = private.current_compile
     capture.HOOKS.module_path = private.module_path

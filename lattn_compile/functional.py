@@ -91,7 +91,7 @@ def linear_attention(
         # Nothing is rounded here, but a recipe may put a policy on this op later, and no phase means p = 0.
         prefix = torch.zeros((), dtype=torch.int32, device=q.device)
 
-    if q.dim() != 4:
+    if q.dim() < 2:  # the op says what it wants of other shapes
         raise ShapeError("q", got=list(q.shape), want="[B, T, H, K]", remedy="The token axis comes before the heads.")
     batch, tokens = q.shape[0], q.shape[1]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -104,7 +104,7 @@ def linear_attention(
         "readout": readout,
         "implementation": implementation,
         "rule": rule,
-        "scale": q.shape[3] ** -0.5 if scale is None else scale,
+        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
         "qk_l2norm": use_qk_l2norm_in_kernel,
         "site_id": site_id,
     }

@@ -125,7 +125,7 @@ def check_call(t: Tensors) -> Geometry:
 
     for name, x, names in (("q", t.q, "[B, T, H, K]"), ("k", t.k, "[B, T, H, K]"), ("v", t.v, "[B, T, HV, V]")):
         if x.dim() != 4:
-            raise ShapeError(name, got=_shape(x), want=names, remedy="The token axis comes before the head axis.")
+            raise ShapeError(name, got=_shape(x), want=names, remedy="The token axis comes before the heads.")
     batch, tokens, heads, key_dim = t.q.shape
     value_heads, value_dim = t.v.shape[2:]
     for name, size, axis in (("q", heads, "H"), ("q", key_dim, "K"), ("v", value_heads, "HV"), ("v", value_dim, "V")):

@@ -73,6 +73,10 @@ def _nothing(key: str, kind: str) -> None:
     return None
 
 
+def _silent(refused: Refused) -> None:
+    return None
+
+
 def _never() -> bool:
     return False
 
@@ -87,8 +91,8 @@ class Hooks:
 
     `compiling_for_us()` says whether the trace now running was started by our backend; `attached()` returns the
     attached site and recipe of the module being traced, guarding the trace on them; `left_alone(key, kind)` says that
-    the recipe in force leaves the call being traced alone; `rule_number(kind)` is the number of its rule, and
-    `current_compile()` says which trace is running.
+    the recipe in force leaves the call being traced alone; `rule_number(kind)` is the number of its rule;
+    `current_compile()` says which trace is running; `say_refused(refused)` tells the user of a call not captured.
     """
 
     compiling_for_us: Callable[[], bool] = _never
@@ -96,6 +100,7 @@ class Hooks:
     left_alone: Callable[[str, str], LeftAlone | None] = _nothing
     rule_number: Callable[[str], int] = lambda kind: 0
     current_compile: Callable[[], str] = str
+    say_refused: Callable[[Refused], None] = _silent
     module_path: Callable[[str], str] = str
 
 
@@ -223,6 +228,7 @@ functional.own_call_tag = _own_call_tag
 def _note_refusal(key: str, why: str) -> bool:
     if HOOKS.compiling_for_us():
         REFUSALS.append((HOOKS.current_compile(), Refused(key, why)))
+        HOOKS.say_refused(Refused(key, why))
     else:
         _NOT_CAPTURED.setdefault(key, Refused(key, why))
     return True
