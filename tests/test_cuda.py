@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import lattn_compile as lc
+import lattn_compile.ops
 from lattn_compile.recurrence import KINDS
 from lattn_compile.testing.inputs import make_inputs
 from lattn_compile.testing.oracle import oracle

@@ -22,6 +22,7 @@ from lattn_compile.ops.validate import Geometry, Tensors, check_gates, check_len
 __all__ = [
     "GRADS",
     "PREFIX_CHUNK",
+    "TAGS",
     "TENSORS",
     "Options",
     "Plan",
@@ -46,6 +47,9 @@ TENSORS = (
     "Tensor? prefix_lengths, Tensor? sequence_lengths, Tensor? cursor"
 )
 """The tensor arguments of every op's schema."""
+
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+"""The reference reads lengths on the host, which no CUDA graph can record: Inductor cuts its graphs around these ops."""
 
 GRADS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dstate)"
 """What every backward op returns; the gradient of an absent argument is an empty tensor."""

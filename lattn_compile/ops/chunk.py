@@ -22,6 +22,7 @@ from lattn_compile.ops import dispatch
 from lattn_compile.ops.autograd import register_first_order
 from lattn_compile.ops.call import (
     GRADS,
+    TAGS,
     TENSORS,
     Options,
     Plan,
@@ -45,13 +46,12 @@ _OPTIONS = (
     'str rule="delta", float scale, bool qk_l2norm=False, str write="exact", str state_format="fp32", '
     'str readout="before_write", int chunk_size=64, str implementation="auto", int site_id=0'
 )
-_TAGS = (torch.Tag.pt2_compliant_tag,)
 
-torch.library.define("lattn::chunk", f"({TENSORS}, *, {_OPTIONS}) -> (Tensor o, Tensor final_state)", tags=_TAGS)
+torch.library.define("lattn::chunk", f"({TENSORS}, *, {_OPTIONS}) -> (Tensor o, Tensor final_state)", tags=TAGS)
 torch.library.define(
     "lattn::chunk_backward",
     f"(Tensor? grad_o, Tensor? grad_final_state, {TENSORS}, *, {_OPTIONS}) -> {GRADS}",
-    tags=_TAGS,
+    tags=TAGS,
 )
 
 

@@ -25,6 +25,7 @@ from lattn_compile.ops import dispatch
 from lattn_compile.ops.autograd import register_first_order
 from lattn_compile.ops.call import (
     GRADS,
+    TAGS,
     TENSORS,
     Options,
     Plan,
@@ -60,15 +61,14 @@ _OPTIONS = (
     'str rule="delta", float scale, bool qk_l2norm=False, str write="exact", str state_format="fp32", '
     'str readout="before_write", int checkpoint_every=0, str implementation="auto", int site_id=0'
 )
-_TAGS = (torch.Tag.pt2_compliant_tag,)
 
 torch.library.define(
-    "lattn::decode", f"({TENSORS}, *, {_OPTIONS}) -> (Tensor o, Tensor final_state, Tensor checkpoints)", tags=_TAGS
+    "lattn::decode", f"({TENSORS}, *, {_OPTIONS}) -> (Tensor o, Tensor final_state, Tensor checkpoints)", tags=TAGS
 )
 torch.library.define(
     "lattn::decode_backward",
     f"(Tensor? grad_o, Tensor? grad_final_state, {TENSORS}, Tensor checkpoints, *, {_OPTIONS}) -> {GRADS}",
-    tags=_TAGS,
+    tags=TAGS,
 )
 
 
