@@ -49,7 +49,7 @@ TENSORS = (
 """The tensor arguments of every op's schema."""
 
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
-"""The reference reads lengths on the host, which no CUDA graph can record: Inductor cuts its graphs around these ops."""
+"""The reference reads lengths on the host, which no CUDA graph can record: Inductor cuts its graphs around the ops."""
 
 GRADS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dstate)"
 """What every backward op returns; the gradient of an absent argument is an empty tensor."""
