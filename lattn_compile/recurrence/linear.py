@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lattn_compile.recurrence.adapters import fla
 from lattn_compile.recurrence.kind import Kind, KnownCall, Recurrence
 
 NORMALIZER_EPS = 1e-10
@@ -27,65 +28,13 @@ def normalize(o: Tensor, q: Tensor, k: Tensor, scale: float, z_state: Tensor | N
     return (o.float() / denominator).to(o.dtype), z[:, -1:].to(k.dtype)
 
 
-def _fla_linear(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    initial_state: Any,
-    output_final_state: bool,
-    reverse: bool,
-    normalize: bool,
-    cu_seqlens: Tensor | None,
-) -> Recurrence | str:
-    if reverse:
-        return "reverse=True runs from the last token to the first"
-    if normalize and cu_seqlens is not None:
-        return "the running normaliser of packed sequences (normalize=True with cu_seqlens) is not supported"
-    z_state = None
-    if normalize and isinstance(initial_state, tuple):
-        initial_state, z_state = initial_state
-    return Recurrence(
-        q=q,
-        k=k,
-        v=v,
-        g=None,
-        beta=None,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        normalize=normalize,
-        z_state=z_state,
-    )
+def _normalizing(*args: Any, **kwargs: Any) -> Recurrence | str:
+    """`chunk_linear_attn` divides by the normaliser unless told not to; its recurrent twin only when told to."""
+    return _CHUNK(*args, **{"normalize": True, **kwargs}) if len(args) < 7 else _CHUNK(*args, **kwargs)
 
 
-def _fla_chunk_linear(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    initial_state: Any = None,
-    output_final_state: bool = False,
-    normalize: bool = True,
-    cu_seqlens: Tensor | None = None,
-) -> Recurrence | str:
-    return _fla_linear(q, k, v, scale, initial_state, output_final_state, False, normalize, cu_seqlens)
-
-
-def _fla_recurrent_linear(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    initial_state: Any = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
-    normalize: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> Recurrence | str:
-    return _fla_linear(q, k, v, scale, initial_state, output_final_state, reverse, normalize, cu_seqlens)
-
+_CHUNK = fla("q k v scale initial_state output_final_state normalize cu_seqlens")
+_RECURRENT = fla("q k v scale initial_state output_final_state reverse normalize cu_seqlens")
 
 KIND = Kind(
     name="linear",
@@ -93,13 +42,7 @@ KIND = Kind(
     decay="none",
     paper="arXiv:2006.16236",
     calls=(
-        KnownCall("fla", "fla.ops.linear_attn.chunk", "chunk_linear_attn", "chunk", _fla_chunk_linear),
-        KnownCall(
-            "fla",
-            "fla.ops.linear_attn.fused_recurrent",
-            "fused_recurrent_linear_attn",
-            "recurrent",
-            _fla_recurrent_linear,
-        ),
+        KnownCall("fla", "fla.ops.linear_attn.chunk", "chunk_linear_attn", "chunk", _normalizing),
+        KnownCall("fla", "fla.ops.linear_attn.fused_recurrent", "fused_recurrent_linear_attn", "recurrent", _RECURRENT),
     ),
 )

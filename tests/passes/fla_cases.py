@@ -5,6 +5,8 @@ FLA's kernels cannot run here ("0 active drivers"), so each call is compared wit
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lattn_compile as lc
+from lattn_compile.recurrence import KINDS, KnownCall
+from lattn_compile.recurrence.linear import _CHUNK
 from lattn_compile.testing.backend import recorded
 
 fla_ops = pytest.importorskip("fla.ops")
@@ -359,3 +363,10 @@ def test_another_backend_traces_what_it_always_traced() -> None:
     with pytest.raises(Exception):  # noqa: B017 - whatever FLA says on a machine without a GPU
         f()
     assert not any("lattn" in s for s in seen)
+
+
+@pytest.mark.parametrize("call", [c for k in KINDS for c in k.calls if c.library == "fla"], ids=lambda c: c.name)
+def test_positional_parameters_are_those_of_the_installed_library(call: KnownCall) -> None:
+    function = vars(importlib.import_module(call.module))[call.name]
+    names = getattr(call.adapter, "parameters", None) or _CHUNK.parameters
+    assert list(inspect.signature(function).parameters)[: len(names)] == names
