@@ -139,25 +139,24 @@ def _own_call_tag() -> str:
 
 def _options(policy: Policy | str) -> tuple[str, str, str, str, int | None]:
     """write, state_format, readout, implementation and chunk_size of a policy."""
-    with surfacing():
-        if isinstance(policy, str) and policy in PRESETS:
-            policy = PRESETS[policy]
-        if not isinstance(policy, Policy):
-            raise PolicyError(
-                "policy",
-                got=repr(policy),
-                want=f"a Policy, None, or a preset: {', '.join(PRESETS)}",
-                remedy="A Recipe chooses by path; one call takes one policy.",
-            )
-        options = policy.op_kwargs()
-        words = (options[name] for name in ("write", "state_format", "readout", "implementation"))
-        return (*words, options.get("chunk_size"))  # type: ignore[return-value]
+    if isinstance(policy, str) and policy in PRESETS:
+        policy = PRESETS[policy]
+    if not isinstance(policy, Policy):
+        raise PolicyError(
+            "policy",
+            got=repr(policy),
+            want=f"a Policy, None, or a preset: {', '.join(PRESETS)}",
+            remedy="A Recipe chooses by path; one call takes one policy.",
+        )
+    options = policy.op_kwargs()
+    words = (options[name] for name in ("write", "state_format", "readout", "implementation"))
+    return (*words, options.get("chunk_size"))  # type: ignore[return-value]
 
 
 if torch.__version__ >= "2.13":  # a TorchVersion, which compares as a version
     # Dynamo need not trace through a policy: it takes the result as a constant and guards on the object itself. Before
     # 2.13 it does not take a dataclass as an argument here, and traces.
-    _options = torch.compiler.assume_constant_result(_options)
+    _options = torch.compiler.assume_constant_result(surfacing()(_options))
 
 
 def _carried(
