@@ -156,6 +156,18 @@ def test_training_under_a_phase_reaches_prefix_and_suffix(name: str) -> None:
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
+def test_training_without_a_phase_warns_once_that_nothing_is_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_SAID", set())
+    model, _ = tiny_models.build("qwen3_next", layers=3)
+    model.train()
+    ids = _ids(1, 9)
+    compiled = _compile(model, "int8")
+    with recorded() as record, pytest.warns(lc.LattnWarning, match="training without a phase: 2 chunk-form"):
+        loss = compiled(ids, labels=ids, use_cache=False).loss
+    assert {c.op for c in record.calls} == {"lattn::chunk"}
+    assert loss.item() == pytest.approx(model(ids, labels=ids).loss.item(), abs=1e-5)
+
+
 def test_prefill_in_int8_is_exact_and_decode_is_quantized() -> None:
     model, linear_layers = tiny_models.build("qwen3_next", layers=3)
     ids = _ids()
