@@ -20,7 +20,7 @@ _HOME: dict[str, str] = {
     **dict.fromkeys(("rewrite", "inspect", "RewriteResult"), "api"),
     "capture": "passes.capture",
     **dict.fromkeys(("attach", "detach"), "attach"),
-    "last_report": "backend",
+    **dict.fromkeys(("last_report", "reports"), "backend"),
     "linear_attention": "functional",
     "training_phase": "phase",
     **dict.fromkeys(("encode_state", "decode_state", "EncodedState", "ReplayState"), "state"),
@@ -81,6 +81,7 @@ __all__ = [
     "inspect",
     "last_report",
     "linear_attention",
+    "reports",
     "rewrite",
     "training_phase",
 ]
@@ -117,7 +118,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from lattn_compile.api import RewriteResult, inspect, rewrite
     from lattn_compile.attach import attach, detach
-    from lattn_compile.backend import last_report
+    from lattn_compile.backend import last_report, reports
     from lattn_compile.errors import LattnError, LattnWarning
     from lattn_compile.formats import Bf16, Fp8, Fp16, Fp32, Int8, Nvfp4
     from lattn_compile.functional import linear_attention

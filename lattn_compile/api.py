@@ -55,7 +55,10 @@ def _rewrite(target: fx.GraphModule | ExportedProgram, recipe: Recipe | None, re
     passes.run(context)
     for text in context.warnings:
         warnings.warn(text, LattnWarning, stacklevel=3)
-    return RewriteResult(module, report_of(context))
+    report = report_of(context)
+    if not context.sites:
+        report.notes.append("library calls are one node each only in a graph that was traced under lc.capture()")
+    return RewriteResult(module, report)
 
 
 def inspect(

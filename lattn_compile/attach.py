@@ -7,12 +7,13 @@ a trace reads, and so guards, on the module it is in: when one compiled artifact
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
 
-from lattn_compile.errors import LattnError
+from lattn_compile.errors import LattnError, LattnWarning
 from lattn_compile.policy import Policy, Recipe, resolve_recipe
 from lattn_compile.recurrence import KINDS
 
@@ -21,6 +22,7 @@ PATH = "_lattn_path"  # str, not guarded: layers of one group share a graph
 RECIPE = "_lattn_recipe"
 
 _compiled_before_attach = False
+_attached_anywhere = False
 
 
 def attach(model: nn.Module, recipe: Recipe | Policy | dict[str, Any] | str) -> nn.Module:
@@ -40,14 +42,36 @@ def attach(model: nn.Module, recipe: Recipe | Policy | dict[str, Any] | str) -> 
         )
     resolved = resolve_recipe(recipe)
     fingerprint, ids = resolved.fingerprint(), _site_names(resolved)
+    hit: set[int | None] = set()
     for name, module in model.named_modules():
         path = name.replace("_orig_mod.", "").removesuffix("_orig_mod")
         rules = [resolved.resolve(path + name)[0] for name in ids]
+        hit.update(rules)
         object.__setattr__(module, GROUP, f"{fingerprint}:{rules[0] if len(set(rules)) == 1 else rules}")
         object.__setattr__(module, PATH, path)
         object.__setattr__(module, RECIPE, resolved)
+    _warn_about_idle_rules(resolved, hit)
     _forget_unattached_artifacts()
+    global _attached_anywhere
+    _attached_anywhere = True
     return model
+
+
+def attached_anywhere() -> bool:
+    """Whether a recipe was attached in this process: a graph without sites may then be one region of many."""
+    return _attached_anywhere
+
+
+def _warn_about_idle_rules(recipe: Recipe, hit: set[int | None]) -> None:
+    """All module names are known here: a rule that can never apply is said once, not by every region's compile."""
+    for index, (glob, _) in enumerate(recipe.rules):
+        if glob != "*" and index not in hit:
+            warnings.warn(
+                f"recipe rule {index} ({glob!r}) matches no module of the attached model, or only such as an earlier "
+                "rule takes",
+                LattnWarning,
+                stacklevel=3,
+            )
 
 
 def _site_names(recipe: Recipe) -> list[str]:

@@ -5,12 +5,14 @@ Rewriting happens before autograd, so forward and backward both see `lattn::` op
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import logging
 import secrets
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from torch import fx
 
 from lattn_compile import errors, passes
-from lattn_compile.attach import GROUP, PATH, RECIPE, note_compile_without_recipe
+from lattn_compile.attach import GROUP, PATH, RECIPE, attached_anywhere, note_compile_without_recipe
 from lattn_compile.errors import LattnError, LattnWarning, PolicyError, RewriteError, nearest, reason
 from lattn_compile.lowering import _torch_private as private
 from lattn_compile.passes import capture
@@ -34,6 +36,8 @@ OWN_OPTIONS = ("policy", "mode", "strict", "verify")
 
 _LAST: Report | None = None
 _COMPILES = 0
+_SECONDS = 0.0
+_REPORTS: deque[Report] = deque(maxlen=256)
 _SAID: set[str] = set()
 
 
@@ -65,7 +69,7 @@ def _raise(error: LattnError, *args: Any) -> Any:
 def _compile(
     gm: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    global _LAST, _COMPILES
+    global _LAST, _COMPILES, _SECONDS
     started = time.perf_counter()
     recipe, strict, patches = parse_options(mode, options)
     training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
@@ -76,14 +80,16 @@ def _compile(
         note_compile_without_recipe()
     _COMPILES += 1
     report = report_of(context)
-    report.compiles = _COMPILES
+    report.compiles = 1
     _LAST = report
+    _REPORTS.append(report)
     _speak(context, report, recipe, strict)
     inner = private.configured_post_grad_pass(patches)
     identity = f"{source_hash()}:{_policies_fingerprint(context)}"
     patches["post_grad_custom_post_pass"] = private.CacheIdentity(identity, inner)
     compiled = private.compile_with_inductor(gm, inputs, patches)
     report.seconds = time.perf_counter() - started
+    _SECONDS += report.seconds
     log.info("%s", report.summary())
     return compiled
 
@@ -125,7 +131,9 @@ def parse_options(mode: str | None, options: dict[str, Any]) -> tuple[Recipe | N
 def _speak(context: PassContext, report: Report, recipe: Recipe | None, strict: bool) -> None:
     """Say once what silence would hide; under `strict` raise it."""
     spoken = [*context.warnings, *(u.reason.text for u in report.unmatched)]
-    if not report.rewritten:
+    # Under an attached recipe, regions without a recurrence, and layers left alone as asked, are nothing to remark.
+    expected = recipe is None and attached_anywhere() and not report.left_though_asked
+    if not report.rewritten and not expected:
         why = "; ".join(
             sorted(
                 {f"{r.code}: {r.text}. {r.remedy}" for x in report.left_though_asked + report.left if (r := x.reason)}
@@ -141,7 +149,8 @@ def _speak(context: PassContext, report: Report, recipe: Recipe | None, strict: 
                 "options['strict']", got=text, want="every site rewritten as asked", remedy="Mend it or drop strict."
             )
         _say(text)
-    if recipe is None and report.sites and not any(s.recipe for s in context.sites) and "no recipe" not in _SAID:
+    undecided = [s for s in context.sites if s.recipe is None and s.arguments["write"] == "exact"]
+    if recipe is None and undecided and "no recipe" not in _SAID:
         _SAID.add("no recipe")
         log.warning('no policy in options and none attached: recurrences stay exact (options={"policy": ...})')
 
@@ -194,8 +203,14 @@ def compile_count() -> int:
     return _COMPILES
 
 
+def reports() -> list[Report]:
+    """Reports of the compiles of this process, oldest first (256 at most). `Report.merge(lc.reports())` is one table of
+    them all: what regional compiles and graph breaks cut into several graphs."""
+    return list(_REPORTS)
+
+
 def last_report() -> Report | None:
-    """Report of the most recent compile in this process, with what Dynamo has counted until now.
+    """Report of the most recent compile in this process, with compiles, seconds and graph breaks counted until now.
 
     None if nothing reached the backend; the log then says what Dynamo skipped.
     """
@@ -203,16 +218,19 @@ def last_report() -> Report | None:
     skipped = counted["frames_total"] - counted["frames_ok"]
     if _LAST is None:
         log.warning(
-            "no graph has reached the lattn_compile backend: Dynamo saw %d frame(s) and skipped %d of them; "
-            "compile with fullgraph=True to see why",
+            "no graph has gone through the lattn_compile backend: Dynamo saw %d frame(s) and skipped %d of them; "
+            "an error of the call says why, or compile with fullgraph=True",
             counted["frames_total"],
             skipped,
         )
         return None
-    _LAST.compiles = _COMPILES
-    _LAST.graph_breaks = [why for why, n in counted["graph_breaks"].items() for _ in range(n)]
-    _LAST.skipped_frames = ["a frame that Dynamo could not compile runs uncompiled"] * skipped
-    return _LAST
+    return dataclasses.replace(
+        _LAST,
+        compiles=_COMPILES,
+        seconds=_SECONDS,
+        graph_breaks=[why for why, n in counted["graph_breaks"].items() for _ in range(n)],
+        skipped_frames=["a frame that Dynamo could not compile runs uncompiled"] * skipped,
+    )
 
 
 def _compiling_for_us() -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lattn_compile import phase
-from lattn_compile.errors import DtypeError, PolicyError, SequenceError, ShapeError, StateError, surfacing
+from lattn_compile.errors import DtypeError, PolicyError, SequenceError, ShapeError, StateError, nearest, surfacing
 from lattn_compile.ops.decode import CHECKPOINT_EVERY, checkpoint_interval
 from lattn_compile.ops.segments import next_cursor, split
 from lattn_compile.phase import Lengths, as_lengths
@@ -146,7 +146,8 @@ def _options(policy: Policy | str) -> tuple[str, str, str, str, int | None]:
             "policy",
             got=repr(policy),
             want=f"a Policy, None, or a preset: {', '.join(PRESETS)}",
-            remedy="A Recipe chooses by path; one call takes one policy.",
+            remedy="A Recipe chooses by path; one call takes one policy."
+            + (nearest(policy, PRESETS) if isinstance(policy, str) else ""),
         )
     options = policy.op_kwargs()
     words = (options[name] for name in ("write", "state_format", "readout", "implementation"))

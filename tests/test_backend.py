@@ -139,7 +139,7 @@ def test_last_report_is_none_before_any_compile_and_says_why() -> None:
     code = "import lattn_compile as lc; print(lc.last_report())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "None", done.stderr
-    assert "no graph has reached" in done.stderr
+    assert "no graph has gone through" in done.stderr
 
 
 _CHILD = """

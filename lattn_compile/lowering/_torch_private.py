@@ -159,7 +159,8 @@ def traced_path() -> str:
 
 def module_path(raw: str) -> str:
     """`L['self']._modules['model'].layers.3.attn`, in any of Dynamo's spellings, as `model.layers.3.attn`."""
-    path = re.sub(r"^L\[['\"]\w+['\"]\]", "", raw)
+    # A forward behind a decorator is traced as args[0]; the root has no name of its own.
+    path = re.sub(r"^[LG]\[(['\"])(args|kwargs)\1\]\[[^\]]+\]|^[LG]\[['\"]\w+['\"]\]", "", raw)
     path = re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
     path = path.replace("._orig_mod", "")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 from lattn_compile.errors import FormatError, Reason, reason
+from lattn_compile.passes.capture import POLICY
 from lattn_compile.passes.context import PassContext, SiteNode, shape_of, value_of
 from lattn_compile.policy import Exact, Policy, Recipe, Token
 
 
 def run(context: PassContext) -> None:
     hits: dict[int, set[int]] = {}
-    recipes: dict[int, Recipe] = {}
     for site in context.sites:
         recipe = context.recipe or site.recipe
         if site.arguments["write"] != "exact":
@@ -19,9 +20,8 @@ def run(context: PassContext) -> None:
             site.reason = reason("EXPLICIT_POLICY") if recipe is not None else None
             continue
         if recipe is None:
-            site.policy = Policy(write=Exact())
+            site.policy = prefill_policy(site.node) or Policy(write=Exact())
             continue
-        recipes[id(recipe)] = recipe
         site.rule_index, site.policy = recipe.resolve(site.id)
         if site.rule_index is not None:
             hits.setdefault(id(recipe), set()).add(site.rule_index)
@@ -30,14 +30,18 @@ def run(context: PassContext) -> None:
             continue
         site.policy.require_built()
         site.reason = _obstacle(site, site.policy) or _disagreement(site, site.policy, recipe)
-    if context.recipe is not None:
-        recipes.setdefault(id(context.recipe), context.recipe)
-    for key, recipe in recipes.items():
+    if context.recipe is not None and (context.sites or context.left_alone):
+        # An attached recipe's rules were checked against all modules when it was attached.
         left_alone = {left.rule_index for left in context.left_alone if left.rule_index is not None}
-        if context.sites or context.left_alone:
-            _warn_about_idle_rules(context, recipe, hits.get(key, set()) | left_alone)
+        _warn_about_idle_rules(context, context.recipe, hits.get(id(context.recipe), set()) | left_alone)
     _warn_about_missing_phase(context)
     _warn_about_packed_convolutions(context)
+
+
+def prefill_policy(node: fx.Node) -> Policy | None:
+    """What an earlier rewrite asked of an all-prefix site, whose op rounds nothing and so says nothing of it."""
+    saved = (node.meta.get("custom") or {}).get(POLICY)
+    return None if saved is None else Policy.from_dict(saved)
 
 
 def _obstacle(site: SiteNode, policy: Policy) -> Reason | None:

@@ -35,7 +35,8 @@ from lattn_compile.errors import LattnWarning
 from lattn_compile.recurrence import BY_NAME, KINDS, KnownCall, Recurrence
 from lattn_compile.recurrence.linear import normalize as normalize_output
 
-META = "lattn"  # key in node.meta["custom"]
+META = "lattn"  # key in node.meta["custom"]: kind and library function
+POLICY = "lattn_policy"  # the same, for the policy of a site that is all prefix
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,8 @@ def _write(site: SiteNode, target: Any, options: dict[str, Any], number: int, tr
     with old.graph.inserting_before(old):
         new = old.graph.call_function(target, tuple(values[n] for n in positional), kwargs)
     new.meta = dict(old.meta)
+    if site.all_prefix and site.policy is not None and not isinstance(site.policy.write, Exact):
+        new.meta["custom"] = {**(old.meta.get("custom") or {}), capture.POLICY: site.policy.to_dict()}
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)
     _erase_unused(new.users, len(target._schema.returns))
