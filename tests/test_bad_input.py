@@ -161,7 +161,7 @@ g > 0:
     alpha itself and not log2; pass -exp(A_log) * softplus(...) or logsigmoid(...).
 policy:
     [policy] policy: got 'int9'; want a Policy, None, or a preset: exact, int8, fp8, int8-replay, fp8-replay,
-    nvfp4, fp8-two-precision. A Recipe chooses by path; one call takes one policy.
+    nvfp4, fp8-two-precision. A Recipe chooses by path; one call takes one policy. Did you mean 'int8'?
 unbuilt policy:
     [unsupported] policy: got write=Replay(window=8, factors=None); want write Exact or Chunk or Token. This
     version does not build more, and does nothing else in its place: change the policy.""",
