@@ -34,7 +34,6 @@ log = logging.getLogger("lattn_compile")
 
 OWN_OPTIONS = ("policy", "mode", "strict", "verify")
 
-_LAST: Report | None = None
 _COMPILES = 0
 _SECONDS = 0.0
 _REPORTS: deque[Report] = deque(maxlen=256)
@@ -69,7 +68,7 @@ def _raise(error: LattnError, *args: Any) -> Any:
 def _compile(
     gm: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    global _LAST, _COMPILES, _SECONDS
+    global _COMPILES, _SECONDS
     started = time.perf_counter()
     recipe, strict, patches = parse_options(mode, options)
     training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
@@ -81,7 +80,6 @@ def _compile(
     _COMPILES += 1
     report = report_of(context)
     report.compiles = 1
-    _LAST = report
     _REPORTS.append(report)
     _speak(context, report, recipe, strict)
     inner = private.configured_post_grad_pass(patches)
@@ -216,7 +214,7 @@ def last_report() -> Report | None:
     """
     counted = private.dynamo_counters()
     skipped = counted["frames_total"] - counted["frames_ok"]
-    if _LAST is None:
+    if not _REPORTS:
         log.warning(
             "no graph has gone through the lattn_compile backend: Dynamo saw %d frame(s) and skipped %d of them; "
             "an error of the call says why, or compile with fullgraph=True",
@@ -225,7 +223,7 @@ def last_report() -> Report | None:
         )
         return None
     return dataclasses.replace(
-        _LAST,
+        _REPORTS[-1],
         compiles=_COMPILES,
         seconds=_SECONDS,
         graph_breaks=[why for why, n in counted["graph_breaks"].items() for _ in range(n)],

@@ -268,35 +268,12 @@ def emit(call: Recurrence, kind: str, form: str, tag: str, site_id: int = 0) -> 
     if site_id:
         options["site_id"] = site_id
     prefix, sequence = phase.current()
+    tensors = (call.q, call.k, call.v, call.g, call.beta, state, call.cu_seqlens, prefix, sequence, None)
     with torch.fx.traceback.annotate({META: tag}):
         if form == "chunk":
-            o, final = torch.ops.lattn.chunk(
-                call.q,
-                call.k,
-                call.v,
-                call.g,
-                call.beta,
-                state,
-                call.cu_seqlens,
-                prefix,
-                sequence,
-                None,
-                **options,
-            )
+            o, final = torch.ops.lattn.chunk(*tensors, **options)
         else:
-            o, final, _ = torch.ops.lattn.decode(
-                call.q,
-                call.k,
-                call.v,
-                call.g,
-                call.beta,
-                state,
-                call.cu_seqlens,
-                prefix,
-                sequence,
-                None,
-                **options,
-            )
+            o, final, _ = torch.ops.lattn.decode(*tensors, **options)
     final_state: Any = final.transpose(-1, -2) if call.state_v_first else final
     if not call.output_final_state:
         final_state = None
