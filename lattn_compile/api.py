@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import os
 import warnings
@@ -18,7 +17,8 @@ from torch.export import ExportedProgram
 from lattn_compile import backend, passes  # noqa: F401  (backend wires capture to the tracers)
 from lattn_compile.errors import FileFormatError, LattnError, LattnWarning
 from lattn_compile.passes.capture import Refused, capture, capturing  # noqa: F401  (lc.capture)
-from lattn_compile.passes.context import PassContext, bodies_of
+from lattn_compile.passes.context import PassContext
+from lattn_compile.passes.normalize import copy_graph_module, with_graph
 from lattn_compile.passes.report import report_of
 from lattn_compile.policy import Policy, Recipe, resolve_recipe
 from lattn_compile.report import Report
@@ -38,7 +38,8 @@ def rewrite(target: fx.GraphModule | ExportedProgram, policy: PolicyLike | None)
     """Put `policy` on every recurrence of a graph. The input is never changed.
 
     Args:
-        target: a GraphModule with captured calls, or an ExportedProgram made under `lc.capture()`.
+        target: a GraphModule of Dynamo, `make_fx` or `torch.export`, or an ExportedProgram. Calls of known libraries
+            are found if it was traced under `lc.capture()`, spelled-out recurrences anyway.
         policy: Recipe, Policy, dict, JSON path or preset name; None keeps every site exact.
     Returns:
         RewriteResult with `.module` (GraphModule or ExportedProgram, as given) and `.report`.
@@ -50,14 +51,19 @@ def rewrite(target: fx.GraphModule | ExportedProgram, policy: PolicyLike | None)
 
 
 def _rewrite(target: fx.GraphModule | ExportedProgram, recipe: Recipe | None, refused: list[Refused]) -> RewriteResult:
-    module, graph_module = _copy(target)
-    context = PassContext(graph_module, recipe, training=False, refused=refused)
+    context = PassContext(_copy(target), recipe, training=False, refused=refused)
     passes.run(context)
+    module: Any = context.module
+    if isinstance(target, ExportedProgram):
+        module = with_graph(target, module)
     for text in context.warnings:
         warnings.warn(text, LattnWarning, stacklevel=3)
     report = report_of(context)
     if not context.sites:
-        report.notes.append("library calls are one node each only in a graph that was traced under lc.capture()")
+        report.notes.append(
+            "no recurrence was found. A layer that spells one out is found by what it computes (unmatched candidates "
+            "say how far that came); library calls are one node each in a graph that was traced under lc.capture()"
+        )
     return RewriteResult(module, report)
 
 
@@ -123,43 +129,15 @@ def _not_a_program(file: Path, why: str) -> FileFormatError:
     )
 
 
-def _copy(target: Any) -> tuple[Any, fx.GraphModule]:
-    """A copy whose graph may be changed, with parameters and buffers shared, and the GraphModule inside it."""
+def _copy(target: Any) -> fx.GraphModule:
+    """A copy of the target's graph that may be changed, with parameters and buffers shared."""
     if isinstance(target, ExportedProgram):
-        graph_module = _copy_graph_module(target.graph_module, {})
-        program = _with_graph(target, graph_module)
-        return program, program.graph_module
+        return copy_graph_module(target.graph_module, {})
     if isinstance(target, fx.GraphModule):
-        graph_module = _copy_graph_module(target, {})
-        return graph_module, graph_module
+        return copy_graph_module(target, {})
     raise LattnError(
         "target",
         got=type(target).__name__,
         want="a torch.fx.GraphModule or a torch.export.ExportedProgram",
         remedy="Export the module first: with lc.capture(): torch.export.export(module, args).",
-    )
-
-
-def _copy_graph_module(module: fx.GraphModule, copies: dict[int, fx.GraphModule]) -> fx.GraphModule:
-    """A copy with its own graph and its own region bodies; a body named twice is copied once."""
-    copied = copies[id(module)] = fx.GraphModule(module, copy.deepcopy(module.graph))
-    copied.meta.update(module.meta)
-    for node, body in bodies_of(module):
-        parent, _, name = str(node.target).rpartition(".")
-        own = copies.get(id(body)) or _copy_graph_module(body, copies)
-        setattr(copied.get_submodule(parent), name, own)
-    return copied
-
-
-def _with_graph(program: ExportedProgram, graph_module: fx.GraphModule) -> ExportedProgram:
-    return ExportedProgram(
-        root=graph_module,
-        graph=graph_module.graph,
-        graph_signature=copy.deepcopy(program.graph_signature),
-        state_dict=program.state_dict,
-        range_constraints=copy.deepcopy(program.range_constraints),
-        module_call_graph=program.module_call_graph,
-        example_inputs=program.example_inputs,
-        constants=program.constants,
-        verifiers=program.verifiers,
     )

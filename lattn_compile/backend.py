@@ -24,7 +24,7 @@ from lattn_compile import errors, passes
 from lattn_compile.attach import GROUP, PATH, RECIPE, attached_anywhere, note_compile_without_recipe
 from lattn_compile.errors import LattnError, LattnWarning, PolicyError, RewriteError, nearest, reason
 from lattn_compile.lowering import _torch_private as private
-from lattn_compile.passes import capture
+from lattn_compile.passes import capture, normalize
 from lattn_compile.passes.context import PassContext
 from lattn_compile.passes.report import report_of
 from lattn_compile.policy import Policy, Recipe, resolve_recipe
@@ -73,8 +73,9 @@ def _compile(
     recipe, strict, patches = parse_options(mode, options)
     training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
     left_alone, refused = _take_left_alone()
-    context = PassContext(gm, recipe, training, left_alone, refused)
+    context = PassContext(gm, recipe, training, left_alone, refused, verify=bool(options.get("verify", True)))
     passes.run(context)
+    gm = context.module
     if any(s.recipe is None for s in context.sites):
         note_compile_without_recipe()
     _COMPILES += 1
@@ -280,6 +281,8 @@ def _wire_capture() -> None:
     capture.HOOKS.rule_number = _rule_number
     capture.HOOKS.current_compile = private.current_compile
     capture.HOOKS.module_path = private.module_path
+    normalize.HOOKS.trace = private.trace_before_autograd
+    normalize.HOOKS.set_grad_enabled = private.set_grad_enabled
     source_hash()  # of the files as they are loaded, not as someone may edit them before the first compile
     private.before_every_trace(capture.install)
     capture.install()

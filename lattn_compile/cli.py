@@ -7,6 +7,7 @@ Importing this file imports neither torch, Triton nor transformers; a command im
 from __future__ import annotations
 
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lattn_compile.errors import REASONS, FileFormatError, LattnError, LattnWarning, UnsupportedError, nearest
 from lattn_compile.render import columns
+from lattn_compile.render.reasons import EXAMPLES
 
 if TYPE_CHECKING:
     from lattn_compile.report import Report
@@ -160,9 +162,12 @@ def explain(
         _print_columns(("code", "meaning"), [(r.code, r.text) for r in REASONS.values()])
         typer.echo("")
         _print_columns(("error", "meaning"), list(errors.items()))
+        typer.echo("\nlattn-compile explain CODE says what to do about one.")
         return OK
     if (found := REASONS.get(code.upper())) is not None:
         typer.echo(f"{found.code}: {found.text}.\n{found.remedy}")
+        if (example := EXAMPLES.get(found.code)) is not None:
+            typer.echo("\nFor example:\n\n" + textwrap.indent(example, "    "))
     elif code.lower() in errors:
         typer.echo(f"{code.lower()}: {errors[code.lower()]}")
     else:

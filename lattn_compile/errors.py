@@ -199,6 +199,135 @@ REASONS: dict[str, Reason] = {
             text="the state's K or V does not fit the format's tile",
             remedy="Choose another tile or format for this site.",
         ),
+        Reason(
+            code="NOT_NORMALIZED",
+            text="a part of the graph has no functional counterpart before autograd, so recurrences that are spelled "
+            "out in it cannot be found",
+            remedy="Change what the text names, or compute the recurrence with lc.linear_attention.",
+        ),
+        Reason(
+            code="AUTOCAST_REGION",
+            text="a part of the graph runs under torch.autocast, whose casts are not in the graph, so recurrences that "
+            "are spelled out in it cannot be found",
+            remedy="Keep the recurrence out of the autocast region, or compute it with lc.linear_attention.",
+        ),
+        Reason(
+            code="STATE_OP",
+            text="an operation on the state path is not linear in the state, or keeps only a part of it",
+            remedy="A recurrence of this family scales, erases and writes its state; take other operations off its path.",
+        ),
+        Reason(
+            code="STATE_NONLINEAR",
+            text="the new state is of second order in the old one",
+            remedy="Nothing to do: it is another recurrence.",
+        ),
+        Reason(
+            code="STATE_MIXED",
+            text="the state is mixed along an axis in a way that no decay and no key explains",
+            remedy="A transition has to be a decay, or a decay and an erase along one key.",
+        ),
+        Reason(
+            code="STATE_ROUNDED",
+            text="the state is cast to a lower precision inside a token, or after some tokens only",
+            remedy="Round the state once after every token, or keep it in float32.",
+        ),
+        Reason(
+            code="ARITHMETIC_DTYPE",
+            text="the state update computes in a lower precision than float32",
+            remedy="Compute the update in float32 (S.float()); the op's state arithmetic is float32.",
+        ),
+        Reason(
+            code="NOT_A_STATE",
+            text="no earlier state flows into the update",
+            remedy="Nothing to do, unless the state is meant to be carried.",
+        ),
+        Reason(
+            code="NOT_CARRIED",
+            text="a tensor is decayed and written to like a state, and then neither kept nor updated again",
+            remedy="Return the new state, or write it back to the cache.",
+        ),
+        Reason(
+            code="NO_WRITE",
+            text="the update writes no outer product of a key and a value",
+            remedy="Nothing to do: it is another recurrence.",
+        ),
+        Reason(
+            code="NOT_RANK_ONE",
+            text="what a token writes or erases is not one outer product of a key and a value",
+            remedy="Write one key and one value a token.",
+        ),
+        Reason(
+            code="KEYS_DIFFER",
+            text="the state is written, erased and read back along different keys",
+            remedy="A delta rule erases what it reads along its own key; use one key for all three.",
+        ),
+        Reason(
+            code="BETA_ONE_SIDE",
+            text="a factor stands on the write or on the erase only",
+            remedy="Let beta multiply both, or scale the values before the recurrence.",
+        ),
+        Reason(
+            code="ERASE_SIGN",
+            text="the erase has the sign of a write",
+            remedy="u = beta (v - S^T k), not beta (v + S^T k).",
+        ),
+        Reason(
+            code="DECAY_ORDER",
+            text="the erase reads the state before its decay",
+            remedy="Decay the state first: S~ = exp(g) S, u = beta (v - S~^T k), S = S~ + k u^T.",
+        ),
+        Reason(
+            code="DECAY_AXIS",
+            text="the decay depends on the value axis of the state",
+            remedy="Decays are per head, or per head and key channel.",
+        ),
+        Reason(
+            code="DECAY_FORM",
+            text="the decay of a delta rule is a sum of several terms",
+            remedy="Give the decay as one tensor.",
+        ),
+        Reason(
+            code="DECAY_RANGE",
+            text="the decay is not certain to lie in [0, 1]",
+            remedy="Give it as exp of a log decay, as a sigmoid, or clamped to [0, 1].",
+        ),
+        Reason(
+            code="READ_BEFORE_WRITE",
+            text="the output of a token is read before the token is written",
+            remedy="Read after the write; a bonus for the current token can be added to the output.",
+        ),
+        Reason(
+            code="AXES",
+            text="the axes of the operands cannot be told apart with certainty",
+            remedy="Keep batch, heads, key and value on axes of their own, without slices that cut across them.",
+        ),
+        Reason(
+            code="TOO_MANY_TERMS",
+            text="the state update is too large to be looked through",
+            remedy="Spell the step more simply, or call lc.linear_attention.",
+        ),
+        Reason(
+            code="SELF_CHECK",
+            text="the rewrite of a spelled-out recurrence was not confirmed by running both in float64",
+            remedy='If the detail says that it could not be run, options={"verify": False} skips the check; else report it.',
+        ),
+        Reason(
+            code="CHUNK_OPERATOR",
+            text="an operator that is not analytic stands inside a recurrence in chunk form",
+            remedy="Move clamps, activations, dropout and masks that depend on data before the recurrence or behind it.",
+        ),
+        Reason(
+            code="CHUNK_INPUTS",
+            text="what a recurrence in chunk form is made from cannot be told apart as q, k, v, decay and beta",
+            remedy="Form q, k, v, g and beta for all tokens, one axis each for batch, tokens, heads and features, before "
+            "cutting them into chunks.",
+        ),
+        Reason(
+            code="CHUNK_NOT_EQUAL",
+            text="something built like a recurrence in chunk form computes none of those known here",
+            remedy="Known are S = D S + k u^T with u = beta (v - (D S)^T k) or beta v, D one decay a head or key channel, "
+            "and o = scale S^T q, the token's own write included.",
+        ),
     )
 }
 

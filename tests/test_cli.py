@@ -17,6 +17,7 @@ import lattn_compile
 from lattn_compile import cli, doctor
 from lattn_compile.errors import REASONS, FileFormatError, LattnWarning, reason
 from lattn_compile.formats import REGISTRY
+from lattn_compile.render.reasons import EXAMPLES
 from lattn_compile.report import Report
 from tests.render.samples import full_report, left, site
 
@@ -280,7 +281,24 @@ def test_a_command_that_misses_an_extra_names_it(
 @pytest.mark.parametrize("code", sorted(REASONS))
 def test_explain_gives_meaning_and_remedy(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", code.lower()]) == 0
-    assert capsys.readouterr().out == f"{code}: {REASONS[code].text}.\n{REASONS[code].remedy}\n"
+    out = capsys.readouterr().out
+    assert out.startswith(f"{code}: {REASONS[code].text}.\n{REASONS[code].remedy}\n")
+    assert ("\nFor example:\n\n    " in out) == (code in EXAMPLES)
+
+
+def test_explain_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "RULE_NONE"]) == 0
+    assert_expected_inline(
+        capsys.readouterr().out,
+        """\
+RULE_NONE: the recipe's first matching rule says to leave this site alone.
+Change the rule's policy, or put a more specific rule before it.
+
+For example:
+
+    lc.Recipe(rules=[("model.layers.0.*", None), ("*", lc.Policy())])   # layer 0 is left alone
+""",
+    )
 
 
 def test_explain_lists_every_code(capsys: pytest.CaptureFixture[str]) -> None:

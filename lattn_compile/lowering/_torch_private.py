@@ -7,16 +7,34 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, disable_functional_mode
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    maybe_enable_thunkify,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
+from torch.fx.traceback import preserve_node_meta
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lattn_compile.errors import LattnError
+from lattn_compile.passes.normalize import NotNormalized, Trace
 
 BACKEND = "lattn_compile"
 
@@ -30,6 +48,7 @@ __all__ = [
     "dynamo_counters",
     "inductor_options",
     "module_path",
+    "trace_before_autograd",
     "traced_modules",
 ]
 
@@ -228,3 +247,272 @@ def configured_post_grad_pass(patches: dict[str, Any]) -> Any | None:
     from torch._inductor import config
 
     return patches.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
+
+
+class _BeforeAutograd(FunctionalTensorMode):
+    """Functionalization before autograd that keeps composite ops (matmul, einsum, training dropout) whole.
+
+    Taking writes away before autograd is sound only where autograd saw them: a write that was hidden from it (under
+    `no_grad`, or through `detach`) into memory that it differentiates through would cut or redirect gradients. Values
+    of a trace do not know whether they are differentiated, so that is followed here, by memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(pre_dispatch=True, export=True)
+        self.writes = 0
+        self.differentiated: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, OpOverload):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten.dropout.default and not (args[2] and args[1] > 0):
+            return args[0]
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, FunctionalTensor)]
+        if func._schema.is_mutable:
+            self._check_write(func, args, kwargs or {})
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.differentiated:
+            self._follow(func, given, [x for x in tree_leaves(out) if isinstance(x, FunctionalTensor)])
+        return out
+
+    def _follow(self, func: OpOverload, given: list[Any], out: list[Any]) -> None:
+        tracked = torch.is_grad_enabled() and any(
+            _memory(x) in self.differentiated and not hasattr(x, "_hidden") for x in given
+        )
+        if tracked and func is not torch.ops.aten.detach.default:
+            self.differentiated.update(_memory(x) for x in out if x.is_floating_point() or x.is_complex())
+            return
+        for x in out:
+            if _memory(x) in self.differentiated and not any(x is y for y in given):
+                x._hidden = True  # a view that autograd does not follow
+
+    def _check_write(self, func: OpOverload, args: Any, kwargs: Any) -> None:
+        self.writes += 1
+        for i, a in enumerate(func._schema.arguments):
+            if a.alias_info is None or not a.alias_info.is_write:
+                continue
+            for x in tree_leaves(args[i] if i < len(args) else kwargs.get(a.name)):
+                if not isinstance(x, FunctionalTensor) or _memory(x) not in self.differentiated:
+                    continue
+                if not torch.is_grad_enabled() or hasattr(x, "_hidden"):
+                    raise NotNormalized(f"{func} writes, hidden from autograd, into a tensor that is differentiated")
+
+
+def _memory(x: FunctionalTensor) -> StorageWeakRef:
+    return StorageWeakRef(x.elem.untyped_storage())
+
+
+def _functional_copy_op(detach: bool, self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    """`aten.copy` in ops that have a derivative: `src` in the dtype, shape and layout of `self`.
+
+    `detach`: where gradients are off, `src` itself must not carry them past the copy.
+    """
+    if src.dtype != self.dtype or src.device != self.device:
+        src = torch.ops.aten._to_copy(src, dtype=self.dtype, device=self.device)
+    elif not torch.is_grad_enabled() and src.is_floating_point() and detach:
+        src = src.detach()
+    if list(src.shape) != list(self.shape):
+        src = src.expand(self.shape)
+    # Views of what was written to are taken of this value; where it is no view itself, it is laid out densely.
+    if src.stride() != self.stride() and self.is_contiguous():
+        src = src.clone(memory_format=torch.contiguous_format)
+    return src
+
+
+class _Retrace(PropagateUnbackedSymInts):
+    """Runs a graph under the tracer. Tensors it holds are inputs of the trace; regions are recorded as they are."""
+
+    def __init__(
+        self, module: fx.GraphModule, held: dict[str, Any], regions: Mapping[fx.Node, Any], outputs: list[fx.Node]
+    ) -> None:
+        super().__init__(module)
+        self.held, self.regions, self.outputs = held, regions, outputs
+        self._node: fx.Node | None = None
+
+    @staticmethod
+    def _fresh(node: fx.Node) -> Any:
+        """The region's outputs, as new fake tensors: the tracer knows tensors by identity."""
+        value = node.meta.get("val", node.meta.get("example_value"))
+        if value is None:
+            raise NotNormalized(f"the region {node.name} has no example value")
+        return tree_map_only(Tensor, _new_fake, value)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._node = n
+        return super().run_node(n)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.held[target] if target in self.held else super().get_attr(target, args, kwargs)
+
+    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return [self.env[node] for node in self.outputs]
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        node = self._node
+        if node is None or node not in self.regions:
+            return super().call_function(target, args, kwargs)
+        proxies = get_proxy_mode()
+        assert proxies is not None
+        tracer = proxies.tracer
+        names = {id(self.fetch_attr(name)): (name, body) for name, body in self.regions[node].items()}
+
+        def recorded(x: Any) -> Any:
+            if id(x) in names:
+                name, body = names[id(x)]
+                if not hasattr(tracer.root, name):
+                    tracer.root.register_module(name, body)
+                return tracer.create_proxy("get_attr", name, (), {})
+            if isinstance(x, FunctionalTensor):
+                x = x.from_functional()
+            return tracer.unwrap_proxy(x)
+
+        args, kwargs = tree_map(recorded, (args, kwargs))
+        with disable_proxy_modes_tracing(), disable_functional_mode():
+            out = self._fresh(node)
+        track_tensor_tree(out, tracer.create_proxy("call_function", target, args, kwargs), constant=None, tracer=tracer)
+        return tree_map_only(Tensor, FunctionalTensor.to_functional, out)
+
+
+def _new_fake(x: Any, mode: FakeTensorMode | None = None) -> Any:
+    """A fake tensor with memory of its own, otherwise like the fake `x`."""
+    if is_traceable_wrapper_subclass(x) or x.layout is not torch.strided or not isinstance(x, FakeTensor):
+        raise NotNormalized(f"a tensor is a {type(x).__name__} of layout {x.layout}")
+    with mode or x.fake_mode:
+        return torch.empty_strided(
+            x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad and x.is_leaf
+        )
+
+
+def _fakes(inputs: Sequence[fx.Node], module: fx.GraphModule) -> tuple[FakeTensorMode, list[Any]]:
+    """One fake mode, and the value of each input in it."""
+    values = [n.meta.get("val", n.meta.get("example_value")) if n.op == "placeholder" else None for n in inputs]
+    modes = [x.fake_mode for x in tree_leaves(values) if isinstance(x, FakeTensor)]
+    mode = next((m for m in modes if m.shape_env is not None), modes[0] if modes else FakeTensorMode())
+
+    def own(x: Any) -> Any:
+        if is_traceable_wrapper_subclass(x) or x.layout is not torch.strided:
+            raise NotNormalized(f"an input is a {type(x).__name__} of layout {x.layout}")
+        if isinstance(x, FakeTensor):
+            return x if x.fake_mode is mode else _new_fake(x, mode)
+        return mode.from_tensor(x, static_shapes=True)
+
+    for i, node in enumerate(inputs):
+        if node.op == "get_attr":
+            values[i] = functools.reduce(getattr, str(node.target).split("."), module)
+        elif isinstance(values[i], FakeTensor):
+            values[i] = _as_given(node, values[i])
+    return mode, tree_map_only(Tensor, own, values)
+
+
+def _as_given(placeholder: fx.Node, fake: FakeTensor) -> FakeTensor:
+    """The fake input of a Dynamo graph as autograd knew the real one: Dynamo ran the graph's own writes on the fake."""
+    try:
+        real = getattr(placeholder.meta.get("grapharg"), "example", None)
+    except (AssertionError, RuntimeError):  # the input is gone
+        return fake
+    if not isinstance(real, Tensor) or real.requires_grad or not fake.requires_grad:
+        return fake
+    with fake.fake_mode:
+        return fake.detach()  # type: ignore[return-value]
+
+
+def trace_before_autograd(
+    module: fx.GraphModule, regions: Mapping[fx.Node, Any], aliasing: frozenset[fx.Node]
+) -> Trace:
+    """`passes.normalize.Hooks.trace`. (`make_fx(pre_dispatch=True)` over `FunctionalTensorMode(pre_dispatch=True)`)"""
+    inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+    held: dict[str, fx.Node] = {}
+    for node in module.graph.nodes:
+        # A literal of the code (`torch.tensor(...)`) is no state: it is made anew at every run.
+        literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+        if node.op == "get_attr" and not literal:
+            if isinstance(functools.reduce(getattr, str(node.target).split("."), module), Tensor):
+                held.setdefault(str(node.target), node)
+    inputs += held.values()
+    output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
+    outputs = list(dict.fromkeys(x for x in tree_leaves(output.args[0]) if isinstance(x, fx.Node)))
+    fake_mode, values = _fakes(inputs, module)
+    shape_env = fake_mode.shape_env
+    pending = list(shape_env.pending_fresh_unbacked_symbols) if shape_env is not None else []
+    mode = _BeforeAutograd()
+    _let_through(module)
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in values if isinstance(x, Tensor))
+    written: dict[int, bool] = {}
+    aliases = bool(aliasing)
+
+    def run(*args: Any) -> Any:
+        nonlocal aliases
+        not_above = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
+        with maybe_enable_thunkify(), not_above:
+            functional = [FunctionalTensor.to_functional(x) if isinstance(x, Tensor) else x for x in args]
+            tensors = {i: x for i, x in enumerate(functional) if isinstance(x, FunctionalTensor)}
+            mode.differentiated.update(_memory(x) for x in tensors.values() if x.requires_grad)
+            owners = {_memory(x): i for i, x in tensors.items()}
+            placeholders = len(functional) - len(held)
+            retrace = _Retrace(module, dict(zip(held, functional[placeholders:], strict=True)), regions, outputs)
+            results = retrace.run(*functional[:placeholders], enable_io_processing=False)
+            if mode.writes and aliasing:
+                raise NotNormalized("it writes to tensors, and outputs of a region may share memory with its inputs")
+            written.update(_written(args, tensors))
+
+            def returned(x: Any) -> Any:
+                nonlocal aliases
+                owner = owners.get(_memory(x))
+                aliases = aliases or owner is not None
+                return x.from_functional() if owner not in written else _view_of(args[owner], tensors[owner], x)
+
+            new = [tensors[i].from_functional() for i in written]
+            return [tree_map_only(FunctionalTensor, returned, x) for x in results] + new
+
+    try:
+        with preserve_node_meta(), fake_mode, enable_python_dispatcher(), mode:
+            traced = make_fx(
+                run,
+                decomposition_table={torch.ops.aten.copy.default: functools.partial(_functional_copy_op, training)},
+                pre_dispatch=True,
+                _disable_torch_fn_metadata_mode=True,
+            )(*values)
+    except Exception:
+        if shape_env is not None:
+            shape_env.pending_fresh_unbacked_symbols[:] = pending
+        raise
+    return Trace(traced, inputs, outputs, written, aliases, torch.is_grad_enabled())
+
+
+def _let_through(module: fx.GraphModule) -> None:
+    """Regions have rules by the exact type of a mode."""
+    for graph_module in module.modules():
+        for node in graph_module.graph.nodes if isinstance(graph_module, fx.GraphModule) else ():
+            if isinstance(node.target, HigherOrderOperator) and FunctionalTensorMode in node.target.python_key_table:
+                rules = node.target.python_key_table
+                rules.setdefault(_BeforeAutograd, rules[FunctionalTensorMode])
+
+
+def _written(args: Sequence[Any], tensors: Mapping[int, FunctionalTensor]) -> dict[int, bool]:
+    """Inputs that a trace wrote to, and whether all of that was without autograd."""
+    written = {}
+    for i, x in tensors.items():
+        if torch._functionalize_was_storage_changed(x.elem) or torch._functionalize_has_metadata_mutation(x.elem):
+            raise NotNormalized("it changes the shape or the storage of an input in place")
+        if not torch._functionalize_has_data_mutation(x.elem):
+            continue
+        memory = StorageWeakRef(args[i].untyped_storage())
+        if any(j != i and StorageWeakRef(args[j].untyped_storage()) == memory for j in tensors):
+            raise NotNormalized("it writes to an input that shares memory with another")
+        written[i] = torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode(x.elem)
+    return written
+
+
+def _view_of(base: Tensor, written: FunctionalTensor, output: FunctionalTensor) -> Tensor:
+    """`output`, which shares memory with an input that was written to, as a view of that input."""
+    if output is written:
+        return base
+    x = output.from_functional()
+    if x.dtype != base.dtype:
+        raise NotNormalized("an output is a view, in another dtype, of an input that is written to")
+    if list(x.shape) == list(base.shape) and x.stride() == base.stride() and x.storage_offset() == base.storage_offset():
+        return base
+    return base.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+set_grad_enabled = torch._C._set_grad_enabled  # as graphs of Dynamo and of export before dispatch spell it

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lattn_compile.passes import annotate, normalize, recognize, replace, validate
+from lattn_compile.passes import annotate, discover, fold, recognize, replace, validate
 from lattn_compile.passes.context import PassContext, SiteNode
 
 ORDER: tuple[tuple[str, Callable[[PassContext], None]], ...] = (
+    ("discover", discover.run),  # recurrences that the graph spells out
     ("recognize", recognize.run),  # where the recurrences are
-    ("normalize", normalize.run),  # fold what stands around them into their arguments
+    ("fold", fold.run),  # what stands around them goes into their arguments
     ("annotate", annotate.run),  # which policy each gets, or why none
     ("replace", replace.run),  # the op that carries the policy
     ("validate", validate.run),  # the graph still means what it meant
@@ -20,7 +21,7 @@ ORDER: tuple[tuple[str, Callable[[PassContext], None]], ...] = (
 
 
 def run(context: PassContext) -> None:
-    """Run every pass on `context.module`'s graph, in place."""
+    """Run every pass. `context.module` is rewritten in place, or replaced by a rewritten functional copy."""
     for _, run_pass in ORDER:
         run_pass(context)
 

@@ -48,6 +48,8 @@ def _obstacle(site: SiteNode, policy: Policy) -> Reason | None:
     """Why `policy` cannot be carried by this site, if so."""
     if isinstance(policy.write, Exact):
         return None
+    if site.proposal is not None and site.proposal.state_dtype is not None:
+        return reason("STATE_DTYPE", f"it is rounded to {site.proposal.state_dtype} after every token")
     state = site.arguments["initial_state"]
     if state is not None and (value := value_of(state)) is not None:
         dtype = value.dtype

@@ -12,6 +12,7 @@ from torch import fx
 
 from lattn_compile.errors import Reason
 from lattn_compile.passes.capture import LeftAlone, Refused
+from lattn_compile.passes.spelled.proposal import NearMiss, Proposal
 from lattn_compile.policy import Policy, Recipe
 from lattn_compile.recurrence import Kind
 
@@ -22,7 +23,8 @@ class SiteNode:
 
     `arguments` are the op's, by schema name, defaults filled in, and are what `replace` writes back: a pass that
     changes one changes the op. `form` is "chunk" or "recurrent". `other_paths` are those of further layers that run the
-    same node: a region's body may serve several (`nested_compile_region`).
+    same node: a region's body may serve several (`nested_compile_region`). `proposal` is set for a recurrence that the
+    graph spells out: its op stands beside the spelling until `replace` puts it in use.
     """
 
     node: fx.Node
@@ -40,6 +42,7 @@ class SiteNode:
     other_paths: tuple[str, ...] = ()
     id: str = ""
     before: str | None = None
+    proposal: Proposal | None = None
 
     @property
     def all_prefix(self) -> bool:
@@ -69,6 +72,9 @@ class PassContext:
         training: whether the graph will be differentiated.
         left_alone, refused: known calls that were not captured while this graph was traced.
         warnings: what would otherwise be silent.
+        verify: whether rewrites of spelled-out recurrences are checked in float64 first.
+        proposals: spelled-out recurrences, by the op that stands for them. misses: what looked like one.
+        unsearched: parts of the graph that could not be searched for them, and why.
     """
 
     module: fx.GraphModule
@@ -78,6 +84,10 @@ class PassContext:
     refused: list[Refused] = field(default_factory=list)
     sites: list[SiteNode] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    verify: bool = True
+    proposals: dict[fx.Node, Proposal] = field(default_factory=dict)
+    misses: list[NearMiss] = field(default_factory=list)
+    unsearched: list[tuple[str, Reason]] = field(default_factory=list)
 
 
 def nodes_of(module: fx.GraphModule) -> Iterator[fx.Node]:

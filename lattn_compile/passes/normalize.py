@@ -1,120 +1,425 @@
-"""Normalize: one spelling for what stands around the sites.
+"""Normalise: a copy of a graph in which every operation is a functional ATen op, before autograd.
 
-transformers 5.17 repeats the key heads before the call, where later versions pass them unrepeated; the op groups heads
-itself (value head j uses key head j // R), so the repeat is dropped and the key heads stay at H.
+Dynamo records what the model's code says (`call_method`, in-place writes, views of views). What a recurrence computes
+is easier to see when each value is made once: the copy has one node per value, composite ops (matmul, einsum) whole,
+and writes into inputs as `aten.copy_` at its end. It is compiled in place of the original, so it must mean the same
+to autograd as well: it is traced before autograd, and what cannot be said that way is refused.
 
-A cache that is still empty is concatenated with the first keys and values. `torch.cat` returns a contiguous tensor;
-Inductor's decomposition of a cat with one non-empty operand returns the operand's own strides. The next decode step
-would then be compiled twice, once for either layout, so the copy is spelled out here.
+Bodies of regions (activation checkpoints, grad-mode regions, `scan`, `cond`, ...) are normalised each on its own. A
+region that autograd or the compiler treats as a unit stays one node of the copy.
 """
 
 from __future__ import annotations
 
-import operator
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_map_only
 
-from lattn_compile.passes.context import PassContext, SiteNode, nodes_of, shape_of, value_of
+from lattn_compile.errors import Reason, reason
+from lattn_compile.passes.context import bodies_of
 
+aten = torch.ops.aten
 
-def run(context: PassContext) -> None:
-    for site in context.sites:
-        _fold_head_repeat(site)
-    if context.sites:
-        for node in list(nodes_of(context.module)):
-            if node.op == "call_function" and node.target is torch.cat:
-                _spell_out_copy(node)
+_NUMBER = re.compile(r"(_\d+)+$")
 
 
-def _fold_head_repeat(site: SiteNode) -> None:
-    q, k = (_repeated(site.arguments[name]) for name in ("q", "k"))
-    if q is None or k is None or q[1] != k[1]:
-        return
-    if any(_written_between(site.arguments[name], site.node) for name in ("q", "k")):
-        return
-    shape_q, shape_k = shape_of(q[0]), shape_of(k[0])
-    if shape_q is None or shape_k is None or shape_q[2] != shape_k[2]:
-        return
-    # The repeats themselves stay, without users: they are pure, and the compiler behind us drops them.
-    site.arguments["q"], site.arguments["k"] = q[0], k[0]
-    site.folded.append(f"repeat_interleave x{q[1]}")
+@dataclass
+class FunctionalCopy:
+    """What `functional_copy` returns.
 
-
-def _repeated(node: Any) -> tuple[fx.Node, int] | None:
-    """`(x, r)` where `node` is `x.repeat_interleave(r, dim=2)` of a 4-d tensor with a constant `r`."""
-    if not isinstance(node, fx.Node):
-        return None
-    method = node.op == "call_method" and node.target == "repeat_interleave"
-    function = node.op == "call_function" and node.target in (
-        torch.repeat_interleave,
-        torch.ops.aten.repeat_interleave.self_int,
-    )
-    if not (method or function):
-        return None
-    x = node.args[0]
-    repeats = node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
-    shape = shape_of(x)
-    if type(repeats) is not int or not isinstance(x, fx.Node) or shape is None or len(shape) != 4 or dim not in (2, -2):
-        return None
-    return x, repeats
-
-
-_IN_PLACE_OPERATORS = frozenset(
-    f for name, f in vars(operator).items() if name == "setitem" or (name[0] == "i" and f"__{name}__" in vars(operator))
-)
-
-
-def _written_between(first: fx.Node, last: fx.Node) -> bool:
-    """Whether anything between two nodes of one graph may write to a tensor.
-
-    A Dynamo graph is not functional: what the repeat read may have changed when the op runs, and views hide whose
-    memory a write reaches. So any write at all counts.
+    Attributes:
+        module: the copy, to be compiled in place of the original: same inputs, outputs, gradients and mutations.
+        graphs: the functional graphs in it that may be searched and rewritten, bodies of regions included.
+        refused: name of a part that stays as it was ("" is the graph itself), and why.
     """
-    node = first.next
-    while node is not last:
-        if node.op == "root" or _may_write(node):
-            return True
-        node = node.next
-    return False
+
+    module: fx.GraphModule
+    graphs: list[fx.GraphModule] = field(default_factory=list)
+    refused: list[tuple[str, Reason]] = field(default_factory=list)
+
+
+@dataclass
+class Trace:
+    """One graph traced again, functional. What the pass makes its copy from.
+
+    Attributes:
+        module: takes a value for each of `inputs`; returns the outputs, then the new values of `written`.
+        inputs: placeholders of the traced graph, in order, then one node of each tensor it holds (`get_attr`).
+        outputs: nodes that the traced graph returns, each once.
+        written: positions of inputs that were written to, and whether all of that happened without autograd.
+        aliases: whether an output is, or is a view of, an input.
+        gradients: whether gradients are on where the graph begins (and ends).
+    """
+
+    module: fx.GraphModule
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    written: dict[int, bool]
+    aliases: bool
+    gradients: bool
+
+
+class NotNormalized(Exception):
+    """Raised while tracing a graph that has no functional counterpart, with the reason in words."""
+
+
+def _no_tracer(module: fx.GraphModule, regions: Mapping[fx.Node, Any], aliasing: frozenset[fx.Node]) -> Trace:
+    raise NotNormalized("no tracer is wired in")
+
+
+@dataclass
+class Hooks:
+    """The tracer, set by the backend: only it may use torch's internals.
+
+    `trace(module, regions, aliasing)` traces `module` again; nodes in `regions` are recorded as they are, with their
+    bodies replaced by the ones given by name; outputs of those in `aliasing` may share memory with their inputs.
+    `set_grad_enabled` is the function by which a graph says so.
+    """
+
+    trace: Callable[[fx.GraphModule, Mapping[fx.Node, Any], frozenset[fx.Node]], Trace] = _no_tracer
+    set_grad_enabled: Callable[[bool], Any] = torch.set_grad_enabled
+
+
+HOOKS = Hooks()
+
+# Regions that autograd or the compiler treat as one unit: they stay nodes, and their bodies are normalised alone.
+_UNITS = frozenset(("tag_activation_checkpoint", "wrap_with_set_grad_enabled", "invoke_subgraph"))
+# The same, but what their bodies mean depends on more than their inputs: they are not touched.
+_SEALED = {
+    "wrap_with_autocast": "AUTOCAST_REGION",
+    "autograd_function_apply": "NOT_NORMALIZED",
+    "flex_attention": "NOT_NORMALIZED",
+}
+# Regions whose own tracing makes their bodies functional.
+_TRACED = frozenset(("scan", "cond", "while_loop", "associative_scan"))
+
+
+def functional_copy(module: fx.GraphModule) -> FunctionalCopy:
+    """A functional copy of `module`; `module` itself is not changed.
+
+    Args:
+        module: a graph of Dynamo, of `torch.export` or of `make_fx`, whose placeholders carry fake values.
+    Returns:
+        FunctionalCopy. Where the graph itself has no functional counterpart, `.module` is a plain copy in which the
+        bodies of regions may still be functional, and `.refused` says why.
+    """
+    work = _Copier()
+    made = work.copy_of(module, "")
+    return FunctionalCopy(made.module, work.graphs, work.refused)
+
+
+@dataclass
+class _Made:
+    """A copied graph: is it functional, does it write to its inputs, may its outputs share memory with them?"""
+
+    module: fx.GraphModule
+    functional: bool
+    writes: bool
+    aliases: bool
+
+
+class _Copier:
+    def __init__(self) -> None:
+        self.graphs: list[fx.GraphModule] = []
+        self.refused: list[tuple[str, Reason]] = []
+        self._made: dict[int, _Made] = {}
+
+    def copy_of(self, module: fx.GraphModule, name: str) -> _Made:
+        """The copy of one graph; a body that several regions share is copied once."""
+        if (made := self._made.get(id(module))) is None:
+            why = _not_traceable(module)
+            made = self._made[id(module)] = self._plain(module, name, why) if why else self._traced(module, name)
+        return made
+
+    def _traced(self, module: fx.GraphModule, name: str) -> _Made:
+        graphs = len(self.graphs)
+        try:
+            trace, regions = self._trace(module, name)
+        except Exception as error:
+            detail = str(error) if isinstance(error, NotNormalized) else f"{type(error).__name__}: {error}"
+            return self._plain(module, name, reason("NOT_NORMALIZED", detail.strip().split("\n")[0][:200]))
+        made = _assemble(module, trace)
+        own = {id(body) for bodies in regions.values() for body in bodies.values()}
+        traced_bodies = [b for _, b in bodies_of(made) if id(b) not in own]
+        self.graphs[graphs:graphs] = [made, *traced_bodies]
+        return _Made(made, True, bool(trace.written), trace.aliases)
+
+    def _trace(self, module: fx.GraphModule, name: str) -> tuple[Trace, dict[fx.Node, dict[str, fx.GraphModule]]]:
+        regions: dict[fx.Node, dict[str, fx.GraphModule]] = {}
+        aliasing = set()
+        for node, bodies in _regions_of(module):
+            kind = _kind(node)
+            if kind in _TRACED:
+                continue
+            if kind not in _UNITS and kind not in _SEALED:
+                raise NotNormalized(f"the region {kind} is not known")
+            made = {attr: self._body(kind, body, f"{name}.{attr}".strip(".")) for attr, body in bodies.items()}
+            if any(m.writes for m in made.values()):
+                raise NotNormalized(f"a {kind} region writes to its inputs")
+            if any(m.aliases for m in made.values()):
+                aliasing.add(node)
+            regions[node] = {attr: m.module for attr, m in made.items()}
+        return HOOKS.trace(module, regions, frozenset(aliasing)), regions
+
+    def _body(self, kind: str, body: fx.GraphModule, name: str) -> _Made:
+        if kind in _UNITS:
+            return self.copy_of(body, name)
+        if (made := self._made.get(id(body))) is None:
+            made = self._made[id(body)] = self._sealed(body)
+            detail = "" if kind == "wrap_with_autocast" else f"the body of {kind} is left to autograd and the compiler"
+            self.refused.append((name, reason(_SEALED[kind], detail)))
+        return made
+
+    def _sealed(self, module: fx.GraphModule) -> _Made:
+        copied = copy_graph_module(module, {})
+        return _Made(copied, False, any(_may_write(n) for g in _graphs_in(copied) for n in g.nodes), True)
+
+    def _plain(self, module: fx.GraphModule, name: str, why: Reason) -> _Made:
+        """A copy as it is; bodies of its regions may still be normalised, unless their meaning depends on it."""
+        self.refused.append((name, why))
+        if why.code == "AUTOCAST_REGION":
+            return self._sealed(module)
+        bodies: dict[int, fx.GraphModule] = {}
+        for node, named in _regions_of(module):
+            for attr, body in named.items():
+                kind = _kind(node)
+                known = kind in _UNITS or kind in _TRACED
+                made = self.copy_of(body, f"{name}.{attr}".strip(".")) if known else self._sealed(body)
+                bodies[id(body)] = made.module
+        copied = copy_graph_module(module, bodies)
+        return _Made(copied, False, any(_may_write(n) for g in _graphs_in(copied) for n in g.nodes), True)
+
+
+def _kind(node: fx.Node) -> str:
+    return node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else str(node.target)
+
+
+def _regions_of(module: fx.GraphModule) -> list[tuple[fx.Node, dict[str, fx.GraphModule]]]:
+    """Nodes of `module` that run region bodies, with the bodies by attribute name."""
+    regions: dict[fx.Node, dict[str, fx.GraphModule]] = {}
+    for node, body in bodies_of(module):
+        for user in node.users if node.op == "get_attr" else [node]:
+            regions.setdefault(user, {})[str(node.target)] = body
+    return list(regions.items())
+
+
+def _graphs_in(module: fx.GraphModule) -> Iterator[fx.Graph]:
+    yield module.graph
+    for _, body in bodies_of(module):
+        yield from _graphs_in(body)
+
+
+# What changes the meaning of the ops after it, other than the grad mode, is not seen by a trace before autograd.
+_AMBIENT = {
+    "_enter_autocast": "AUTOCAST_REGION",
+    "_exit_autocast": "AUTOCAST_REGION",
+    "_enter_inference_mode": "NOT_NORMALIZED",
+    "_exit_inference_mode": "NOT_NORMALIZED",
+}
+
+
+def _not_traceable(module: fx.GraphModule) -> Reason | None:
+    """Why a graph is not even tried."""
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            name = getattr(node.target, "__name__", "")
+            if name in _AMBIENT:
+                return reason(_AMBIENT[name], name)
+            if "functorch" in (getattr(node.target, "__module__", None) or ""):
+                return reason("NOT_NORMALIZED", f"functorch's {name}")
+        elif node.op == "call_module":
+            return reason("NOT_NORMALIZED", f"the graph calls the module {node.target}")
+        elif node.op == "placeholder" and not ("val" in node.meta or "example_value" in node.meta):
+            return reason("NOT_NORMALIZED", f"the input {node.name} has no example value")
+    return None
 
 
 def _may_write(node: fx.Node) -> bool:
+    """Whether a node of a graph that was not normalised may write to a tensor."""
     if node.op == "call_method":
         name = str(node.target)
         return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    if node.op != "call_function":
+    if node.op != "call_function" or node.target is HOOKS.set_grad_enabled:
         return node.op == "call_module"
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
-    if isinstance(target, torch._ops.HigherOrderOperator) or target in _IN_PLACE_OPERATORS:
-        return True
-    # F.relu(x, True) writes as well; that a True says something else is no harm.
-    literal = any(x is True for x in node.args) or bool(node.kwargs.get("inplace"))
-    return "out" in node.kwargs or literal or getattr(target, "__name__", "_").endswith("_")
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    name = getattr(node.target, "__name__", "_")
+    inplace = bool(node.kwargs.get("inplace")) or any(x is True for x in node.args)
+    own = getattr(node.target, "__module__", "") == "_operator" and (name == "setitem" or name[0] == "i")
+    return own or inplace or "out" in node.kwargs or name.endswith("_")
 
 
-def _spell_out_copy(node: fx.Node) -> None:
-    operands = node.args[0] if node.args else node.kwargs.get("tensors")
-    if not isinstance(operands, (list, tuple)) or "out" in node.kwargs:
-        return
-    shapes = [shape_of(x) for x in operands]
-    filled = [
-        x
-        for x, shape in zip(operands, shapes, strict=True)
-        if not (shape and any(type(n) is int and n == 0 for n in shape))
-    ]
-    value = value_of(node)
-    if len(filled) != 1 or len(operands) < 2 or not isinstance(value, torch.Tensor) or not value.is_contiguous():
-        return
-    (x,) = filled
-    if not isinstance(x, fx.Node) or value_of(x) is None or value_of(x).dtype != value.dtype:
-        return
-    with node.graph.inserting_before(node):
-        copy = node.graph.call_method("clone", (x,), {"memory_format": torch.contiguous_format})
-    copy.meta = dict(node.meta)
-    node.replace_all_uses_with(copy)
-    node.graph.erase_node(node)
+def _assemble(original: fx.GraphModule, trace: Trace) -> fx.GraphModule:
+    """The graph that was traced, with the original's inputs, tensors and output structure, and writes at its end."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    attributes: dict[str, Any] = {}
+    traced = [n for n in trace.module.graph.nodes if n.op == "placeholder"]
+    for old, new in zip(trace.inputs, traced, strict=True):
+        if old.op == "placeholder":
+            node = graph.create_node("placeholder", old.target, old.args, {}, old.name, old.type)
+        else:
+            node = graph.create_node("get_attr", old.target, (), {}, old.name)
+            attributes[str(old.target)] = _attribute(original, str(old.target))
+        node.meta = dict(old.meta)
+        if hasattr(old, "_dynamo_source"):  # which Dynamo hangs on the node itself
+            node._dynamo_source = old._dynamo_source
+        if "example_value" not in node.meta:  # `make_fx` made each value with a fake mode of its own
+            node.meta["val"] = new.meta.get("val")
+        env[new] = node
+    results: Any = ()
+    for node in [n for n in trace.module.graph.nodes if _says_nothing(n)]:
+        trace.module.graph.erase_node(node)
+    # Unlike a Dynamo graph, this one is functional but for what `is_impure` knows.
+    trace.module.graph.eliminate_dead_code(is_impure_node=_stays)
+    for node in trace.module.graph.nodes:
+        if node.op == "output":
+            (results,) = node.args
+        elif node.op == "get_attr":
+            target = _free_name(str(node.target), attributes)
+            env[node] = graph.create_node("get_attr", target, (), {}, target)
+            env[node].meta = dict(node.meta)
+            attributes[target] = _attribute(trace.module, str(node.target))
+        elif node.op != "placeholder":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            # Not the traced name: it counts what has been dropped.
+            env[node] = graph.create_node(node.op, node.target, args, kwargs, _NUMBER.sub("", node.name))
+            env[node].meta = dict(node.meta)
+    results = fx.map_arg(list(results), env.__getitem__)
+    outputs = dict(zip(trace.outputs, results, strict=False))
+    _write_back(graph, trace, [env[n] for n in traced], results[len(trace.outputs) :])
+    _drop_idle_toggles(graph, trace.gradients)
+    old_output = next(n for n in reversed(original.graph.nodes) if n.op == "output")
+    output = graph.output(fx.map_arg(old_output.args[0], outputs.__getitem__), old_output.type)
+    output.meta = dict(old_output.meta)
+    graph.set_codegen(copy.deepcopy(original.graph._codegen))
+    graph.lint()
+    made = fx.GraphModule(attributes, graph, type(original).__name__)
+    made.training = original.training
+    made.meta.update(original.meta)
+    for name, value in vars(original).items():
+        made.__dict__.setdefault(name, value)
+    for name, value in attributes.items():
+        _hold(made, name, value, original)
+    return made
+
+
+def _hold(made: fx.GraphModule, name: str, value: Any, original: fx.GraphModule) -> None:
+    """A tensor that the original does not register is not registered here: compilers look registered ones up."""
+    registered = {n for n, _ in (*original.named_parameters(), *original.named_buffers())}
+    parent, _, last = name.rpartition(".")
+    owner = made.get_submodule(parent)
+    if last in owner._buffers and name not in registered:
+        del owner._buffers[last]
+        object.__setattr__(owner, last, value)
+
+
+def _stays(node: fx.Node) -> bool:
+    return node.is_impure() or isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def _says_nothing(node: fx.Node) -> bool:
+    return node.target is aten._assert_tensor_metadata.default
+
+
+def _attribute(module: torch.nn.Module, target: str) -> Any:
+    value: Any = module
+    for name in target.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _free_name(name: str, taken: Mapping[str, Any]) -> str:
+    """A name for something the trace made, which is not that of a tensor of the original."""
+    number, free = 0, name
+    while free in taken:
+        number, free = number + 1, f"{name}_{number}"
+    return free
+
+
+def _write_back(graph: fx.Graph, trace: Trace, inputs: list[fx.Node], values: list[fx.Node]) -> None:
+    """`copy_` of the new values into the inputs that were written to; without autograd where that was so."""
+    writes = list(zip(trace.written.items(), values, strict=True))
+    for hidden in (False, True):
+        group = [(inputs[i], value) for (i, without), value in writes if (without and trace.gradients) is hidden]
+        if hidden and group:
+            _toggle(graph, False)
+        for target, value in group:
+            if hidden and value.target is aten.detach.default:
+                detached, value = value, value.args[0]  # type: ignore[assignment]
+                if not detached.users:
+                    graph.erase_node(detached)
+            node = graph.call_function(aten.copy_.default, (target, value))
+            node.meta = {k: v for k, v in value.meta.items() if k in ("stack_trace", "nn_module_stack")}
+            node.meta["val"] = target.meta.get("val", target.meta.get("example_value"))
+        if hidden and group:
+            _toggle(graph, True)
+
+
+def _toggle(graph: fx.Graph, on: bool) -> None:
+    graph.call_function(HOOKS.set_grad_enabled, (on,)).meta["val"] = None
+
+
+def _drop_idle_toggles(graph: fx.Graph, on: bool) -> None:
+    """Drop switches of the grad mode under which nothing runs any more."""
+    for node in list(graph.nodes):
+        if node.target is HOOKS.set_grad_enabled:
+            if node.next.target is HOOKS.set_grad_enabled or node.args[0] is on:
+                graph.erase_node(node)
+            else:
+                on = node.args[0]
+
+
+def copy_graph_module(module: fx.GraphModule, bodies: Mapping[int, fx.GraphModule]) -> fx.GraphModule:
+    """A copy with its own graph and its own region bodies, parameters and buffers shared.
+
+    `bodies` are copies to take for bodies that have been copied already, by the id of the original.
+    """
+    copies = dict(bodies)
+
+    def copied(current: fx.GraphModule) -> fx.GraphModule:
+        made = copies[id(current)] = fx.GraphModule(current, copy.deepcopy(current.graph))
+        made.meta.update(current.meta)
+        for node, body in bodies_of(current):
+            parent, _, name = str(node.target).rpartition(".")
+            setattr(made.get_submodule(parent), name, copies.get(id(body)) or copied(body))
+        return made
+
+    return copied(module)
+
+
+def with_graph(program: ExportedProgram, graph_module: fx.GraphModule) -> ExportedProgram:
+    """`program` with another graph of the same inputs and as many outputs; its signature names the new output nodes.
+
+    Raises:
+        ValueError: inputs or number of outputs differ.
+    """
+    signature = copy.deepcopy(program.graph_signature)
+    names = [n.name for n in graph_module.graph.nodes if n.op == "placeholder"]
+    if names != [n.name for n in program.graph.nodes if n.op == "placeholder"]:
+        raise ValueError(f"inputs of the graph changed: {names}")
+    output = next(n for n in reversed(graph_module.graph.nodes) if n.op == "output")
+    outputs = list(output.args[0])
+    if len(outputs) != len(signature.output_specs):
+        raise ValueError(f"the graph has {len(outputs)} outputs, the signature {len(signature.output_specs)}")
+    for spec, node in zip(signature.output_specs, outputs, strict=True):
+        if isinstance(node, fx.Node) and hasattr(spec.arg, "name"):
+            spec.arg.name = node.name
+    return ExportedProgram(
+        root=graph_module,
+        graph=graph_module.graph,
+        graph_signature=signature,
+        state_dict=program.state_dict,
+        range_constraints=copy.deepcopy(program.range_constraints),
+        module_call_graph=program.module_call_graph,
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )

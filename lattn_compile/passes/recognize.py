@@ -1,7 +1,7 @@
 """Recognize: list the recurrences of a graph.
 
-Captured library calls and `lc.linear_attention` stand in the graph as one op each; their kind follows from the rule and
-the shape of the decay, not from a name.
+Captured library calls, `lc.linear_attention` and what `discover` found stand in the graph as one op each; their kind
+follows from the rule and the shape of the decay, not from a name.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def run(context: PassContext) -> None:
         if overload is None or overload._schema.name not in _OPS:
             continue
         site = _site(node, overload)
+        site.proposal = context.proposals.get(node)
         key = (site.path, site.kind.name)
         number = counts[key] = counts.get(key, -1) + 1
         site.id = f"{site.path}/{site.kind.name}#{number}"

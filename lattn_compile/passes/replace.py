@@ -12,16 +12,26 @@ from torch import fx
 from lattn_compile.ops import CHECKPOINT_EVERY, checkpoint_interval
 from lattn_compile.passes import capture
 from lattn_compile.passes.context import PassContext, SiteNode, graph_modules_of, shape_of
+from lattn_compile.passes.spelled.proposal import withdraw
+from lattn_compile.passes.spelled.search import commit, tidy
 from lattn_compile.policy import Exact
 
 
 def run(context: PassContext) -> None:
     for number, site in enumerate(context.sites):
         if site.policy is None or site.reason is not None:
+            if site.proposal is not None:
+                withdraw(site.proposal)
+                site.node = site.proposal.anchor
             continue  # exactly as it was
+        if site.proposal is not None:
+            commit(site.proposal)
         target, options = _choose(site)
         site.node = _write(site, target, options, number, context.training)
+    graphs = {site.node.graph for site in context.sites if site.proposal is not None}
     for graph_module in graph_modules_of(context.module):
+        if graph_module.graph in graphs:
+            tidy(graph_module, [s.node for s in context.sites if s.node.graph is graph_module.graph])
         graph_module.recompile()
 
 
@@ -34,6 +44,9 @@ def _choose(site: SiteNode) -> tuple[Any, dict[str, Any]]:
     assert site.policy is not None
     chunk, decode = torch.ops.lattn.chunk.default, torch.ops.lattn.decode.default
     options = site.policy.op_kwargs()
+    if site.proposal is not None and site.proposal.state_dtype is not None:
+        stored = {torch.bfloat16: "bf16", torch.float16: "fp16"}[site.proposal.state_dtype]
+        return decode, {**options, "write": "token", "state_format": stored, "readout": "before_write"}
     if isinstance(site.policy.write, Exact) or site.all_prefix:
         return site.node.target, {"implementation": options["implementation"]}
     return (chunk if options["write"] == "chunk" else decode), options

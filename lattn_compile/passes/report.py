@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from lattn_compile.errors import reason
 from lattn_compile.ops import dispatch
 from lattn_compile.passes.capture import LeftAlone, Refused
 from lattn_compile.passes.context import PassContext, SiteNode, shape_of, value_of
-from lattn_compile.passes.recognize import overload_of
+from lattn_compile.passes.discover import form_of
+from lattn_compile.passes.recognize import module_path_of, overload_of, source_of
+from lattn_compile.passes.spelled.proposal import NearMiss
 from lattn_compile.policy import Exact
 from lattn_compile.recurrence import BY_NAME
 from lattn_compile.report import Report, Site, Unmatched
@@ -20,9 +24,9 @@ def report_of(context: PassContext) -> Report:
     only = next(iter(recipes.values())) if len(recipes) == 1 else context.recipe
     return Report(
         sites=[_site(s, context.training) for s in context.sites] + [_left_alone(r) for r in context.left_alone],
-        unmatched=[_unmatched(r) for r in context.refused],
+        unmatched=[_unmatched(r) for r in context.refused] + [_near_miss(m) for m in context.misses],
         recipe=only.to_dict() if only is not None else None,
-        notes=[*_prefill_note(context), *context.warnings],
+        notes=[*_prefill_note(context), *_unsearched(context), *context.warnings],
     )
 
 
@@ -42,14 +46,16 @@ def _prefill_note(context: PassContext) -> list[str]:
 
 def _site(site: SiteNode, training: bool) -> Site:
     overload = overload_of(site.node)
-    assert overload is not None
+    left_spelled = overload is None
     arguments = site.arguments
     B, T, H, K = shape_of(arguments["k"]) or (None,) * 4
     _, _, HV, V = shape_of(arguments["v"]) or (None,) * 4
     before = after = None
     if isinstance(K, int) and isinstance(V, int) and isinstance(HV, int):
         state = arguments["initial_state"]
-        dtype_bytes = value_of(state).element_size() if state is not None else 4
+        dtype_bytes = value_of(state).element_size() if isinstance(value_of(state), torch.Tensor) else 4
+        if site.proposal is not None and site.proposal.state_dtype is not None:
+            dtype_bytes = site.proposal.state_dtype.itemsize
         before = HV * K * V * dtype_bytes
         exact = site.reason is not None or site.policy is None or isinstance(site.policy.write, Exact)
         after = before if exact else HV * site.policy.state.nbytes(K, V)  # type: ignore[union-attr]
@@ -60,30 +66,63 @@ def _site(site: SiteNode, training: bool) -> Site:
         kind=site.kind.name,
         rule=site.kind.rule,
         decay=site.kind.decay,
-        form="call",
-        call=site.call,
+        form=form_of(site.call) or "call",
+        call=None if form_of(site.call) else site.call,
         verdict="rewritten" if site.reason is None else "left",
         reason=site.reason,
         shapes={"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V},
         policy=site.policy.to_dict() if site.policy is not None else None,
-        op=overload._schema.name,
-        kernel=dispatch.choose(
+        op=None if overload is None else overload._schema.name,
+        kernel=None
+        if overload is None
+        else dispatch.choose(
             overload._schema.name.removeprefix("lattn::"), str(site.node.kwargs.get("implementation", "auto"))
         ),
         state_bytes_before=before,
         state_bytes_after=after,
         source=site.source,
         folded=tuple(site.folded),
-        autograd_nodes=1 if training else 0,
-        residual_count=len(inputs) if training else 0,
+        autograd_nodes=None if left_spelled else 1 if training else 0,
+        residual_count=None if left_spelled else len(inputs) if training else 0,
         evidence=_evidence(site),
-        graph_before=site.before,
-        graph_after=site.node.format_node(),
+        graph_before=site.before if site.proposal is None else site.proposal.before,
+        graph_after=None if left_spelled else _after(site),
     )
 
 
 def _evidence(site: SiteNode) -> dict[str, Any]:
+    if site.proposal is not None:
+        return {**site.proposal.evidence, "rule_index": site.rule_index}
+    if form_of(site.call):
+        return {"form": form_of(site.call), "rule_index": site.rule_index}
     return {"captured": site.call, "form": site.form, "rule_index": site.rule_index}
+
+
+def _after(site: SiteNode) -> str | None:
+    """The nodes that stand there now."""
+    if site.proposal is None:
+        return site.node.format_node()
+    nodes = [n for n in site.node.graph.nodes if n is site.node or n in set(site.proposal.inserted)]
+    site.proposal.evidence["nodes_after"] = len(nodes)
+    return "\n".join(n.format_node() or n.name for n in nodes)
+
+
+def _near_miss(miss: NearMiss) -> Unmatched:
+    return Unmatched(
+        path=module_path_of(miss.node),
+        node=miss.node.name,
+        stopped_at=miss.stopped_at,
+        reason=miss.reason,
+        source=source_of(miss.node),
+        evidence=dict(miss.evidence),
+    )
+
+
+def _unsearched(context: PassContext) -> list[str]:
+    return [
+        f"not searched for spelled-out recurrences: {name or 'the graph'}: {why.text}"
+        for name, why in context.unsearched
+    ]
 
 
 def _left_alone(left: LeftAlone) -> Site:

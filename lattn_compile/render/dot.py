@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from lattn_compile.render.evidence import node_counts
 from lattn_compile.render.labels import policy_label, shape_label, state_label, summary_line
 
 __all__ = ["render_dot"]
@@ -29,6 +31,8 @@ def render_dot(report: Mapping[str, Any]) -> str:
             f"{site['op']}  {policy_label(site['policy'])}" if rewritten else f"left: {site['reason']['code']}",
             f"state {state_label(site)}",
         ]
+        if (nodes := node_counts(site)) is not None:
+            rows.append(f"{nodes[0]:,} nodes -> {nodes[1]:,}")
         fill, edge = ("#d9f2e3", "#1a7f4b") if rewritten else ("#fdeccf", "#a8690a")
         style = f'style="filled,rounded", fillcolor="{fill}", color="{edge}"'
         lines.append(f"  {_quote(name)} [label={_quote(*rows)}, tooltip={_quote(site['id'])}, {style}];")
@@ -36,8 +40,10 @@ def render_dot(report: Mapping[str, Any]) -> str:
     for index, u in enumerate(report["unmatched"]):
         parent = _modules(u["path"], seen, lines)
         name = f"unmatched {index}"
-        rows = [f"not recognised: {u['node']}", u["stopped_at"], u["reason"]["code"]]
-        lines.append(f'  {_quote(name)} [label={_quote(*rows)}, style="dashed,rounded", color="#a02c2c"];')
+        where = f" at {u['source']}" if u["source"] else ""
+        rows = [f"not recognised: {u['node']}{where}", *textwrap.wrap(u["stopped_at"], 60), u["reason"]["code"]]
+        style = 'style="dashed,rounded", color="#a02c2c"'
+        lines.append(f"  {_quote(name)} [label={_quote(*rows)}, tooltip={_quote(u['reason']['remedy'])}, {style}];")
         lines.append(f"  {_quote(parent)} -> {_quote(name)};")
     return "\n".join([*lines, "}", ""])
 

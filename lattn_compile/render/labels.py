@@ -8,9 +8,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lattn_compile.errors import REASONS
+
 __all__ = [
     "count",
+    "fold_candidates",
     "fold_sites",
+    "meaning",
     "policy_label",
     "shape_label",
     "size_label",
@@ -23,8 +27,8 @@ AXES = ("B", "T", "H", "HV", "K", "V")
 
 
 def count(n: int, noun: str) -> str:
-    """`1 site`, `2 sites`, `2 graph breaks`."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+    """`1 site`, `2 sites`, `1,204 nodes`."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def size_label(nbytes: int | None) -> str:
@@ -89,6 +93,15 @@ def _write_label(write: Any) -> str:
     return f"{mode}({rest})" if rest else mode
 
 
+def meaning(reason: Mapping[str, Any]) -> tuple[str, str]:
+    """A reason's text as `(what the code means, what it means here)`, the second empty if the report adds nothing."""
+    known = REASONS.get(reason["code"])
+    text = str(reason["text"])
+    if known is None or not text.startswith(f"{known.text} (") or not text.endswith(")"):
+        return text, ""
+    return known.text, text[len(known.text) + 2 : -1]
+
+
 def fold_sites(sites: Sequence[Mapping[str, Any]], key: Any) -> list[tuple[str, list[Mapping[str, Any]]]]:
     """Sites that differ only in one layer number, as one entry with a ranged id.
 
@@ -100,21 +113,38 @@ def fold_sites(sites: Sequence[Mapping[str, Any]], key: Any) -> list[tuple[str, 
         `(label, members)` in order of first appearance; the label of a lone site is its id,
         of a group `model.layers.[0-2,4].linear_attn/gdn#0`.
     """
-    groups: dict[Any, list[tuple[int, Mapping[str, Any]]]] = {}
-    for index, site in enumerate(sites):
+    return _fold(sites, [s["id"] for s in sites], [key(s) for s in sites])
+
+
+def fold_candidates(unmatched: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """Unmatched candidates that stopped in the same way at the same line of different layers, as one entry; the label
+    is the module path, ranged, and empty where no path is known."""
+
+    def same(u: Mapping[str, Any]) -> tuple[Any, ...]:
+        # Node names, also those quoted in the words, differ from layer to layer in their number only.
+        words = re.sub(r"_\d+\b", "", f"{u['node']} {u['stopped_at']} {u['reason']['text']} {u['evidence']}")
+        return words, u["source"], u["reason"]["code"]
+
+    return _fold(unmatched, [u["path"] for u in unmatched], [same(u) for u in unmatched])
+
+
+def _fold(
+    records: Sequence[Mapping[str, Any]], names: Sequence[str], keys: Sequence[Any]
+) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    groups: dict[Any, list[tuple[int, str, Mapping[str, Any]]]] = {}
+    for record, name, key in zip(records, names, keys, strict=True):
         # Only a whole dotted component is a layer number; the 2 in `mamba2` or `#0` is a name.
-        number = re.search(r"(?:^|(?<=\.))\d+(?=[./])", site["id"])
+        number = re.search(r"(?:^|(?<=\.))\d+(?=[./]|$)", name)
         if number is None:
-            groups[index] = [(0, site)]
+            groups.setdefault((name, None, key), []).append((0, name, record))
         else:
-            head, tail = site["id"][: number.start()], site["id"][number.end() :]
-            groups.setdefault((head, tail, key(site)), []).append((int(number.group()), site))
+            head, tail = name[: number.start()], name[number.end() :]
+            groups.setdefault((head, tail, key), []).append((int(number.group()), name, record))
     out: list[tuple[str, list[Mapping[str, Any]]]] = []
     for which, members in groups.items():
-        if len(members) == 1:
-            out.append((members[0][1]["id"], [members[0][1]]))
-        else:
-            out.append((f"{which[0]}[{_ranges([n for n, _ in members])}]{which[1]}", [s for _, s in members]))
+        layers = {n for n, _, _ in members}
+        label = members[0][1] if len(layers) == 1 else f"{which[0]}[{_ranges(sorted(layers))}]{which[1]}"
+        out.append((label, [record for _, _, record in members]))
     return out
 
 

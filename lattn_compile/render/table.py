@@ -7,7 +7,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lattn_compile.render.labels import AXES, fold_sites, policy_label, shape_label, state_label, summary_line
+from lattn_compile.render.evidence import self_checks
+from lattn_compile.render.labels import (
+    AXES,
+    fold_candidates,
+    fold_sites,
+    meaning,
+    policy_label,
+    shape_label,
+    state_label,
+    summary_line,
+)
 
 __all__ = ["COLUMNS", "Group", "columns", "details", "render_table", "site_groups"]
 
@@ -50,7 +60,8 @@ def site_groups(report: Mapping[str, Any]) -> list[Group]:
 
 
 def details(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """`(heading, text)` of everything that needs a sentence: sites left, unmatched, breaks, skipped frames, notes."""
+    """`(heading, text)` of everything below the table: sites left, unmatched candidates (a line each, and a remedy a
+    code), cost of the self-check, graph breaks, skipped frames, notes."""
 
     def why(site: Mapping[str, Any]) -> str:
         return json.dumps(site["reason"], sort_keys=True)
@@ -60,20 +71,29 @@ def details(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         reason, source = members[0]["reason"], members[0]["source"]
         at = f" at {source}" if source else ""
         yield "left", f"{label}{at}: [{reason['code']}] {reason['text']}. {reason['remedy']}"
-    for u in report["unmatched"]:
-        at = f" at {u['source']}" if u["source"] else ""
-        reason = u["reason"]
-        path = f"{u['path']}, " if u["path"] else ""
-        yield (
-            "unrecognised",
-            f"{path}node {u['node']}{at}: stopped at {u['stopped_at']}. "
-            f"[{reason['code']}] {reason['text']}. {reason['remedy']}",
-        )
+    for label, members in fold_candidates(report["unmatched"]):
+        yield "unrecognised", _candidate(label, members)
+    for code, reason in {u["reason"]["code"]: u["reason"] for u in report["unmatched"]}.items():
+        yield "remedy", f"[{code}] {meaning(reason)[0]}. {reason['remedy']}"
+    if (checks := self_checks(report)) is not None:
+        yield "self-check", str(checks)
     for heading, key in (("graph break", "graph_breaks"), ("skipped frame", "skipped_frames")):
         for line, times in Counter(report[key]).items():
             yield heading, line if times == 1 else f"{line} ({times} times)"
     for line in report["notes"]:
         yield "note", line
+
+
+def _candidate(label: str, members: Sequence[Mapping[str, Any]]) -> str:
+    """`model.layers.[0-2].mixer, node add_12 at mixer.py:88: [KEYS] erase and read use different keys`."""
+    first = members[0]
+    path = f"{label}, " if label else ""
+    more = f" and {len(members) - 1} alike" if len(members) > 1 else ""
+    at = f" at {first['source']}" if first["source"] else ""
+    words, detail = first["stopped_at"], meaning(first["reason"])[1]
+    if detail and detail != words:
+        words = f"{words}; {detail}"
+    return f"{path}node {first['node']}{more}{at}: [{first['reason']['code']}] {words}"
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -93,3 +93,67 @@ def full_report() -> Report:
         recipe={"version": 1, "rules": [["*", INT8_TOKEN]]},
         notes=["autocast inside the region: rewritten without normalisation"],
     )
+
+
+# One token of a layer that spells its recurrence out, as `Node.format_node()` prints it.
+SPELLED_BEFORE = """\
+%select_4 : [num_users=1] = call_function[target=torch.ops.aten.select.int](args = (%q, 1, 0), kwargs = {})
+%exp : [num_users=1] = call_function[target=torch.ops.aten.exp.default](args = (%view_2,), kwargs = {})
+%mul : [num_users=2] = call_function[target=torch.ops.aten.mul.Tensor](args = (%state, %exp), kwargs = {})
+%bmm : [num_users=1] = call_function[target=torch.ops.aten.bmm.default](args = (%transpose, %mul), kwargs = {})
+%sub : [num_users=1] = call_function[target=torch.ops.aten.sub.Tensor](args = (%v, %bmm), kwargs = {})
+%mul_1 : [num_users=1] = call_function[target=torch.ops.aten.mul.Tensor](args = (%sub, %beta), kwargs = {})
+%baddbmm : [num_users=2] = call_function[target=torch.ops.aten.baddbmm.default](args = (%mul, %view_1, %mul_1), kwargs = {})
+%bmm_1 : [num_users=1] = call_function[target=torch.ops.aten.bmm.default](args = (%select_4, %baddbmm), kwargs = {})
+%_to_copy : [num_users=1] = call_function[target=torch.ops.aten._to_copy.default](args = (%bmm_1,), kwargs = {dtype: torch.bfloat16})"""  # noqa: E501
+
+SPELLED_AFTER = (
+    "%decode : [num_users=3] = call_function[target=torch.ops.lattn.decode.default](args = (%unsqueeze, %unsqueeze_1, "
+    "%unsqueeze_2, %unsqueeze_3, %beta, %state, None, None, None, None), kwargs = {rule: delta, scale: 1.0})"
+)
+
+
+def spelled(layer: int, **changes: Any) -> Site:
+    """A site that the graph spells out, token by token, with the evidence of its recognition."""
+    values: dict[str, Any] = {
+        "form": "loop",
+        "call": None,
+        "shapes": {"B": 1, "T": 17, "H": 2, "HV": 2, "K": 16, "V": 16},
+        "op": "lattn::decode",
+        "source": "my_layer.py:41",
+        "folded": (),
+        "evidence": {
+            "found_by": "algebra",
+            "form": "loop",
+            "steps": 17,
+            "roles": {"q": "select_4", "k": "view_1", "v": "v", "g": "view_2", "beta": "beta", "state": "%state"},
+            "nodes_before": 1204,
+            "nodes_after": 1,
+            "self_check": {
+                "verified": True,
+                "max_error": 3.1e-13,
+                "max_gradient_error": 8.25e-12,
+                "shapes": "real",
+                "seconds": 0.024,
+                "cached": layer > 0,
+            },
+            "frontier": ["q", "view_1", "v", "view_2", "beta", "state"],
+            "rule_index": 0,
+            "captured": None,
+            "chained_by": "data flow",
+        },
+        "graph_before": SPELLED_BEFORE,
+        "graph_after": SPELLED_AFTER,
+    }
+    return site(layer, **{**values, **changes})
+
+
+def candidate(layer: int, **changes: Any) -> Unmatched:
+    values: dict[str, Any] = {
+        "path": f"model.layers.{layer}.mixer",
+        "node": f"add_{layer}",
+        "stopped_at": "erase and read use different keys",
+        "reason": Reason(code="KEYS", text="the two keys are not one value", remedy="Use one key for both."),
+        "source": "mixer.py:88",
+    }
+    return Unmatched(**{**values, **changes})

@@ -5,7 +5,7 @@ import re
 from expecttest import assert_expected_inline
 
 from lattn_compile.report import Report
-from tests.render.samples import full_report, left, site
+from tests.render.samples import candidate, full_report, left, site, spelled
 
 
 def test_a_module_tree_ends_in_its_sites() -> None:
@@ -37,8 +37,22 @@ digraph lattn_compile {
 
 
 def test_unmatched_candidates_are_dashed() -> None:
-    assert 'label="not recognised: add_12\\lerase and read use different keys\\lKEYS\\l", style="dashed' in (
-        full_report().to_dot()
+    dot = full_report().to_dot()
+    assert 'label="not recognised: add_12 at mixer.py:88\\lerase and read use different keys\\lKEYS\\l"' in dot
+    assert 'tooltip="Use one key for both.", style="dashed,rounded"' in dot
+    assert '"module model.layers.5.mixer" -> "unmatched 0";' in dot
+
+
+def test_a_candidate_without_a_path_hangs_from_the_root() -> None:
+    dot = Report(unmatched=[candidate(0, path="", source=None, stopped_at="a long way of words " * 6)]).to_dot()
+    assert '"module (root)" -> "unmatched 0";' in dot
+    label = re.search(r'"unmatched 0" \[label="(.*?)"', dot)
+    assert label is not None and max(map(len, label[1].split("\\l"))) <= 60
+
+
+def test_a_spelled_out_site_says_how_many_nodes_it_replaced() -> None:
+    assert "lattn::decode  int8/*x64 token\\lstate 4.0 KiB -> 1.0 KiB\\l1,204 nodes -> 1\\l" in (
+        Report(sites=[spelled(0)]).to_dot()
     )
 
 

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from expecttest import assert_expected_inline
 
-from lattn_compile.errors import reason
+from lattn_compile.errors import REASONS, Reason, reason
 from lattn_compile.render import render_table, summary_line
 from lattn_compile.render.labels import fold_sites, policy_label, size_label
-from lattn_compile.report import Report, Unmatched
-from tests.render.samples import INT8_TOKEN, full_report, left, site
+from lattn_compile.report import FORMS, Report, Site, Unmatched
+from tests.render.samples import INT8_TOKEN, candidate, full_report, left, site, spelled
 
 
 def test_a_full_report_reads_as_summary_table_and_sentences() -> None:
@@ -22,11 +24,16 @@ model.layers.[0-2].linear_attn/gdn#0  3  gdn   delta/head  call  1,s27,2,4,16,16
 model.layers.4.linear_attn/gdn#0      1  gdn   delta/head  call  1,s27,2,4,16,16  int8/*x64 token  -             -          4.0 KiB             left DENSE_CACHE
 
 left: model.layers.4.linear_attn/gdn#0 at modeling_qwen3_next.py:612: [DENSE_CACHE] a dense cached state is handed over at every call, which is harmless only for exact and for token writes with nearest rounding and no feedback. Use a token policy for cached inference, or carry an EncodedState or ReplayState.
-unrecognised: model.layers.5.mixer, node add_12 at mixer.py:88: stopped at erase and read use different keys. [KEYS] the two keys are not one value. Use one key for both.
+unrecognised: model.layers.5.mixer, node add_12 at mixer.py:88: [KEYS] erase and read use different keys
+remedy: [KEYS] the two keys are not one value. Use one key for both.
 graph break: app.py:31: call to print
 skipped frame: forward (app.py:12): generator
 note: autocast inside the region: rewritten without normalisation""",  # noqa: E501
     )
+
+
+def left_spelled(**changes: Any) -> Site:
+    return spelled(0, verdict="left", reason=reason("RULE_NONE"), op=None, kernel=None, **changes)
 
 
 def test_an_empty_report_says_that_nothing_was_found() -> None:
@@ -85,10 +92,63 @@ def test_what_happened_again_is_one_line_with_a_count() -> None:
 
 
 def test_a_candidate_without_a_path_is_named_by_its_node() -> None:
-    unmatched = Unmatched(path="", node="fla.ops.f", stopped_at="the call's arguments", reason=reason("NO_RULE"))
-    assert "\nunrecognised: node fla.ops.f: stopped at the call's arguments. [NO_RULE] " in (
-        render_table(Report(unmatched=[unmatched]).to_dict())
+    why = reason("CALL_OPTIONS", "fla.ops.f: head_first")
+    unmatched = Unmatched(path="", node="fla.ops.f", stopped_at="the call's arguments", reason=why)
+    assert (
+        "\nunrecognised: node fla.ops.f: [CALL_OPTIONS] the call's arguments; fla.ops.f: head_first\n"
+        f"remedy: [CALL_OPTIONS] {REASONS['CALL_OPTIONS'].text}. {REASONS['CALL_OPTIONS'].remedy}"
+    ) in render_table(Report(unmatched=[unmatched]).to_dict())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_form_column_says_how_the_graph_spelled_it(form: str) -> None:
+    header, _, row = render_table(Report(sites=[spelled(0, form=form)]).to_dict()).splitlines()[2:5]
+    at = header.index("form")
+    assert row[at:].split()[0] == form
+
+
+def test_a_layer_that_prefills_by_chunk_and_decodes_by_step_has_a_row_each() -> None:
+    sites = [spelled(n, form=form) for n in (0, 1) for form in ("chunk", "step")]
+    text = render_table(Report(sites=sites).to_dict())
+    assert text.count("model.layers.[0-1].linear_attn/gdn#0  2") == 2
+    assert "2 of 2 sites rewritten" in text
+
+
+def test_candidates_are_a_line_each_and_a_remedy_a_code() -> None:
+    squashed = Reason(code="NONLINEAR", text="a nonlinearity on the state path", remedy="Keep the state linear.")
+    report = Report(
+        unmatched=[
+            candidate(0, node="add_3"),
+            candidate(1, node="add_41"),
+            candidate(3, source="mixer.py:91"),
+            candidate(4, path="", node="tanh", source=None, reason=squashed, stopped_at="tanh of the updated state"),
+        ]
     )
+    assert_expected_inline(
+        render_table(report.to_dict()),
+        """\
+lattn-compile: no linear-attention recurrence found; 4 unrecognised candidates
+
+unrecognised: model.layers.[0-1].mixer, node add_3 and 1 alike at mixer.py:88: [KEYS] erase and read use different keys
+unrecognised: model.layers.3.mixer, node add_3 at mixer.py:91: [KEYS] erase and read use different keys
+unrecognised: node tanh: [NONLINEAR] tanh of the updated state
+remedy: [KEYS] the two keys are not one value. Use one key for both.
+remedy: [NONLINEAR] a nonlinearity on the state path. Keep the state linear.""",
+    )
+
+
+def test_the_self_check_is_one_line() -> None:
+    def last(*sites: Site) -> str:
+        return render_table(Report(sites=list(sites)).to_dict()).splitlines()[-1]
+
+    assert last(spelled(0), spelled(1), spelled(2)) == ("self-check: 3 sites (2 cached), 0.07 s, largest error 8.3e-12")
+    unchecked = {**spelled(1).evidence, "self_check": None}
+    assert last(spelled(0), spelled(1, evidence=unchecked)) == (
+        "self-check: 1 site, 0.02 s, largest error 8.3e-12; 1 spelled-out site not checked"
+    )
+    failed = {"found_by": "hypothesis", "self_check": {"verified": False, "max_error": float("nan"), "seconds": 2}}
+    assert last(left_spelled(evidence=failed)) == "self-check: 1 site, 2.00 s, largest error nan; 1 site FAILED"
+    assert not last(site(0)).startswith("self-check")
 
 
 @pytest.mark.parametrize(

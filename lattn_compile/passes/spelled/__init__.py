@@ -1,0 +1,1 @@
+"""Spelled-out recurrences: found in functional ATen graphs by what they compute, not by how they are written."""

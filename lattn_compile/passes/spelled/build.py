@@ -1,0 +1,372 @@
+"""From a chain of steps to one `lattn::decode` op over its tokens, written into the graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lattn_compile.passes.spelled.aten import Index, name_of
+from lattn_compile.passes.spelled.chain import Chain, Link
+from lattn_compile.passes.spelled.frontier import frontier_of
+from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, size_of
+from lattn_compile.passes.spelled.proposal import NoMatch, Proposal
+from lattn_compile.passes.spelled.ranges import interval, is_decay
+from lattn_compile.passes.spelled.step import Product, Step, is_view
+from lattn_compile.passes.spelled.terms import Factor
+from lattn_compile.passes.spelled.vectorize import vectorize
+from lattn_compile.passes.spelled.writer import Writer, value
+
+__all__ = ["build", "role_nodes"]
+
+aten = torch.ops.aten
+
+
+@dataclass
+class _Layout:
+    """Label groups of the op's axes."""
+
+    batch: list[Label]
+    heads: list[Label]
+    key_heads: list[Label]
+    key: list[Label]
+    column: list[Label]
+
+
+def role_nodes(link: Link) -> list[fx.Node]:
+    """The tensors that a token's roles are read from."""
+    step = link.step
+    products = [*step.decay_terms, step.k, *step.v, *([step.beta] if step.beta else [])]
+    factors = [f for p in products for f in p.factors] + list(link.read.q if link.read else ())
+    return list(dict.fromkeys(f.node for f in factors))
+
+
+def build(index: Index, chain: Chain) -> Proposal:
+    """Write the op and everything around it behind the last node it needs. Raises NoMatch, the graph left as it was."""
+    links = chain.links
+    needed = [n for link in links for n in role_nodes(link)] + ([chain.root] if chain.root is not None else [])
+    last = max(needed, key=lambda n: index.order[n])
+    anchor = links[-1].step.update
+    w = Writer(last.next if last.op != "placeholder" else _after_inputs(last), anchor)
+    try:
+        return _build(index, chain, w, anchor)
+    except NoMatch:
+        w.undo()
+        raise
+
+
+def _after_inputs(node: fx.Node) -> fx.Node:
+    while node.op == "placeholder":
+        node = node.next
+    return node
+
+
+def _build(index: Index, chain: Chain, w: Writer, anchor: fx.Node) -> Proposal:
+    links = chain.links
+    layout = _layout(chain)
+    step = links[-1].step
+    dtype = value(anchor).dtype
+    scale = _scale(links)
+
+    k = _over_time(w, [_product(w, link.step.k, _groups(layout, "k"), dtype) for link in links])
+    v = _over_time(w, [_sum(w, link.step.v, _groups(layout, "v"), dtype) for link in links])
+    q = k
+    if any(link.read for link in links):
+        q = _over_time(w, [_query(w, link, layout, scale, dtype) for link in links])
+    beta = None
+    if any(link.step.beta is not None for link in links):
+        beta = _over_time(
+            w, [_product(w, link.step.beta or Product(), _groups(layout, "beta"), dtype) for link in links]
+        )
+    decay = "none"
+    for link in links:
+        decay = max(decay, link.step.decay, key=("none", "head", "channel").index)
+    g = None
+    if decay != "none":
+        groups = _groups(layout, "g" if decay == "channel" else "beta")
+        g = _over_time(w, [_log_decay(w, link.step, groups, dtype) for link in links])
+    state = None if chain.root is None else _state(w, chain.root, step_index(chain), layout, dtype)
+
+    op = w.call(
+        torch.ops.lattn.decode.default,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        None,
+        None,
+        None,
+        None,
+        rule=step.rule,
+        scale=scale if scale is not None else 1.0,
+    )
+    old, new = [], []
+    if any(link.read for link in links):
+        o = w.getitem(op, 0)
+        for t, link in enumerate(links):
+            if link.read is not None:
+                old.append(link.read.node)
+                new.append(_output(w, o, t, link, layout))
+    stored = links[-1].stored
+    if stored.users:
+        old.append(stored)
+        new.append(_final(w, w.getitem(op, 1), chain, layout))
+    roles = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state}
+    proposal = Proposal(
+        form="step" if len(links) == 1 else "loop",
+        rule=step.rule,
+        decay=decay,
+        anchor=anchor,
+        op=op,
+        frontier=[],
+        old=old,
+        new=new,
+        inserted=w.inserted,
+        roles=roles,
+        state_dtype=chain.state_dtype,
+        evidence={
+            "found_by": "algebra",
+            "steps": len(links),
+            "roles": {name: _text(node) for name, node in roles.items() if node is not None},
+        },
+    )
+    proposal.frontier = frontier_of(index, proposal, needed=[n for link in links for n in role_nodes(link)])
+    proposal.domains = _domains(proposal)
+    return proposal
+
+
+def _text(node: fx.Node) -> str:
+    while is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return f"{node.name} {list(value(node).shape)}"
+
+
+def step_index(chain: Chain) -> tuple[Axis, ...]:
+    return chain.links[0].step.root_index
+
+
+# Layout.
+
+
+def _layout(chain: Chain) -> _Layout:
+    step = chain.links[-1].step
+    batch = flat(step.batch)
+    first, heads = batch[:1], batch[1:]
+    with_keys: set[Label] = set()
+    for link in chain.links:
+        for f in (*link.step.k.factors, *(link.read.q if link.read else ())):
+            with_keys |= set(f.labels())
+    present = [x for x in heads if x in with_keys]
+    absent = [x for x in heads if x not in with_keys]
+    heads = present + absent  # value heads of one key head are neighbours
+    return _Layout(first, heads, present, flat(step.key), flat(step.column))
+
+
+def _groups(layout: _Layout, role: str) -> list[list[Label]]:
+    tail = {"k": [layout.key_heads, layout.key], "v": [layout.heads, layout.column], "g": [layout.heads, layout.key]}
+    return [layout.batch, *tail.get(role, [layout.heads])]
+
+
+def _scale(links: Sequence[Link]) -> float | None:
+    """The scale that all reads share."""
+    scales = {link.read.scale for link in links if link.read is not None}
+    return next(iter(scales)) if len(scales) == 1 else None
+
+
+# Roles. Each is written for one token, [*groups], and then put together over the tokens.
+
+
+def _over_time(w: Writer, tokens: list[fx.Node]) -> fx.Node:
+    """[B, T, ...] of T nodes [B, ...]."""
+    if len(tokens) == 1 and tokens[0] not in w.inserted:
+        return w.unsqueeze(tokens[0], 1)
+    stacked = vectorize(w, tokens)
+    rank = len(value(stacked).shape)
+    return w.permute(stacked, [1, 0, *range(2, rank)])
+
+
+def _query(w: Writer, link: Link, layout: _Layout, scale: float | None, dtype: torch.dtype) -> fx.Node:
+    if link.read is None:
+        return _product(w, link.step.k, _groups(layout, "k"), dtype)
+    return _product(w, Product(1.0 if scale is not None else link.read.scale, link.read.q), _groups(layout, "k"), dtype)
+
+
+def _product(w: Writer, product: Product, groups: list[list[Label]], dtype: torch.dtype) -> fx.Node:
+    """coefficient · Π factors as one tensor with an axis a group."""
+    return _filled(w, _narrow(w, product, groups, dtype), groups)
+
+
+def _narrow(w: Writer, product: Product, groups: list[list[Label]], dtype: torch.dtype) -> fx.Node:
+    """The product with one axis a label, of size 1 where nothing depends on it."""
+    wanted = [label for group in groups for label in group]
+    out: fx.Node | None = None
+    for f in product.factors:
+        x = w.to(_placed(w, f, wanted), dtype)
+        out = x if out is None else w.call(aten.mul.Tensor, out, x)
+    if out is None:
+        like = _device(w)
+        out = w.call(aten.full.default, [1] * len(wanted), product.coefficient, dtype=dtype, device=like)
+    elif product.coefficient != 1.0:
+        out = w.call(aten.mul.Scalar, out, product.coefficient)
+    return out
+
+
+def _device(w: Writer) -> torch.device:
+    return value(w.like).device  # type: ignore[no-any-return]
+
+
+def _placed(w: Writer, f: Factor, wanted: list[Label]) -> fx.Node:
+    """A factor's tensor with an axis for each of `wanted`, in their order."""
+    node = f.node
+    for dim in reversed(range(len(f.index))):
+        at = f.index[dim]
+        if isinstance(at, int):
+            node = w.select(node, dim, at)
+    axes = [flat(a) for a in f.index if not isinstance(a, int)]
+    labels = [label for axis in axes for label in axis]
+    if len(set(labels)) != len(labels) or not set(labels) <= set(wanted):
+        raise NoMatch("NOT_RANK_ONE", f"{f.node.name} runs along other axes than its role has", f.node)
+    node = w.reshape(node, [label.size for label in labels])
+    order = sorted(range(len(labels)), key=lambda i: wanted.index(labels[i]))
+    node = w.permute(node, order)
+    return w.reshape(node, [label.size if label in labels else 1 for label in wanted])
+
+
+def _filled(w: Writer, node: fx.Node, groups: list[list[Label]]) -> fx.Node:
+    """Axes of labels grouped, broadcast ones at full size."""
+    wanted = [label for group in groups for label in group]
+    node = w.expand(node, [label.size for label in wanted])
+    return w.reshape(node, [size_of(group) for group in groups])
+
+
+def _sum(w: Writer, products: list[Product], groups: list[list[Label]], dtype: torch.dtype) -> fx.Node:
+    out = _narrow(w, products[0], groups, dtype)
+    for p in products[1:]:
+        out = w.call(aten.add.Tensor, out, _narrow(w, p, groups, dtype))
+    return _filled(w, out, groups)
+
+
+def _log_decay(w: Writer, step: Step, groups: list[list[Label]], dtype: torch.dtype) -> fx.Node:
+    """log D. Raises NoMatch where D is not certain to lie in [0, 1]."""
+    if len(step.decay_terms) > 1:
+        wanted = [label for group in groups for label in group]
+        total: fx.Node | None = None
+        for p in step.decay_terms:
+            x = _narrow(w, p, groups, dtype)
+            total = x if total is None else w.call(aten.add.Tensor, total, x)
+        assert total is not None and len(value(total).shape) == len(wanted)
+        if not is_decay(total):
+            raise NoMatch("DECAY_RANGE", f"the decay lies in {_range(total)}", step.update)
+        return _filled(w, w.call(aten.log.default, total), groups)
+    (product,) = step.decay_terms
+    if product.coefficient < 0.0:
+        raise NoMatch("DECAY_RANGE", f"the decay has the factor {product.coefficient:g}", step.update)
+    out: fx.Node | None = None
+    for f in product.factors:
+        x = _log_factor(w, f, groups, dtype)
+        out = x if out is None else w.call(aten.add.Tensor, out, x)
+    constant = math.log(product.coefficient) if product.coefficient > 0.0 else -math.inf
+    if out is None:
+        if constant > 0.0:
+            raise NoMatch("DECAY_RANGE", f"the decay is {product.coefficient:g}", step.update)
+        size = [1] * sum(len(group) for group in groups)
+        out = w.call(aten.full.default, size, constant, dtype=dtype, device=_device(w))
+    elif constant != 0.0:
+        out = w.call(aten.add.Scalar, out, constant)
+        if interval(out)[0] > 0.0:
+            raise NoMatch("DECAY_RANGE", "the decay is greater than 1", step.update)
+    return _filled(w, out, groups)
+
+
+def _log_factor(w: Writer, f: Factor, groups: list[list[Label]], dtype: torch.dtype) -> fx.Node:
+    """log of one factor of the decay, without an exp and a log where the factor is itself an exp."""
+    wanted = [label for group in groups for label in group]
+    inner, node = f, f.node
+    exact = value(node).dtype == dtype
+    while exact and is_view(node) and name_of(node) in _SHAPE_KEEPING and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        inner = Factor(node, f.index)
+    name = name_of(node)
+    if exact and name in ("aten::exp", "aten::exp2", "aten::sigmoid") and value(node.args[0]).dtype == dtype:
+        x = _placed(w, Factor(node.args[0], inner.index), wanted)  # type: ignore[arg-type]
+        if name == "aten::sigmoid":
+            return w.call(aten.log_sigmoid.default, x)
+        if interval(node.args[0])[0] > 0.0:  # type: ignore[arg-type]
+            raise NoMatch("DECAY_RANGE", "the decay is greater than 1", node)
+        return x if name == "aten::exp" else w.call(aten.mul.Scalar, x, math.log(2.0))
+    positive = interval(node)[0] >= 0.0 and (name == "aten::exp" or is_decay(node))
+    if not positive:
+        raise NoMatch("DECAY_RANGE", f"the decay {f.node.name} lies in {_range(node)}", node)
+    return w.call(aten.log.default, w.to(_placed(w, f, wanted), dtype))
+
+
+_SHAPE_KEEPING = frozenset(["aten::clone", "aten::contiguous", "aten::alias", "aten::positive"])
+
+
+def _range(node: fx.Node) -> str:
+    lo, hi = interval(node)
+    return f"[{lo:g}, {hi:g}], not certain to be within [0, 1]"
+
+
+# State and outputs.
+
+
+def _state(w: Writer, root: fx.Node, axes: Sequence[Axis], layout: _Layout, dtype: torch.dtype) -> fx.Node:
+    wanted = [*layout.batch, *layout.heads, *layout.key, *layout.column]
+    labels = [label for axis in axes for label in flat(axis)]
+    node = w.reshape(root, [label.size for label in labels])
+    node = w.permute(node, [labels.index(x) for x in wanted])
+    groups = [layout.batch, layout.heads, layout.key, layout.column]
+    return w.to(w.reshape(node, [size_of(group) for group in groups]), dtype)
+
+
+def _final(w: Writer, state: fx.Node, chain: Chain, layout: _Layout) -> fx.Node:
+    link = chain.links[-1]
+    wanted = [*layout.batch, *layout.heads, *layout.key, *layout.column]
+    node = _shaped(w, state, wanted, link.step.axes, link.step.update)
+    return w.to(node, value(link.stored).dtype)
+
+
+def _shaped(w: Writer, node: fx.Node, have: list[Label], axes: Sequence[Axis], like: fx.Node) -> fx.Node:
+    """[labels of `have`] as a tensor with `axes`, in the shape of `like`."""
+    node = w.reshape(node, [label.size for label in have])
+    want = [label for axis in axes for label in flat(axis)]
+    node = w.permute(node, [have.index(x) for x in want])
+    return w.reshape(node, list(value(like).shape))
+
+
+def _output(w: Writer, o: fx.Node, t: int, link: Link, layout: _Layout) -> fx.Node:
+    assert link.read is not None
+    read = link.read
+    have = [*layout.batch, *layout.heads, *layout.column]
+    node = _shaped(w, w.select(o, 1, t), have, read.axes, read.node)
+    return w.to(node, value(read.node).dtype)
+
+
+def _domains(proposal: Proposal) -> dict[fx.Node, str]:
+    """How random values of the inputs are drawn: what a decay is made of has to be negative."""
+    out: dict[fx.Node, str] = {}
+    for role, domain in (("g", "log_decay"), ("beta", "beta"), ("k", "key")):
+        node = proposal.roles.get(role)
+        while node is not None and node not in proposal.frontier and _passes_on(node):
+            node = node.args[0] if isinstance(node.args[0], fx.Node) else None
+        if node is not None and node in proposal.frontier and (role != "k" or _last_axis_kept(proposal, node)):
+            out.setdefault(node, domain)
+    return out
+
+
+def _passes_on(node: fx.Node) -> bool:
+    return is_view(node) or name_of(node) in ("aten::select", "aten::slice", "aten::to", "aten::_to_copy", "aten::flip")
+
+
+def _last_axis_kept(proposal: Proposal, node: fx.Node) -> bool:
+    k = proposal.roles["k"]
+    return k is not None and not is_one(value(k).shape[-1]) and value(node).shape[-1] == value(k).shape[-1]
+
+

@@ -1,0 +1,351 @@
+"""Chains of steps: which states follow one another, who reads them, and where a chain has to be cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from lattn_compile.passes.spelled.aten import Index, name_of, widens
+from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander
+from lattn_compile.passes.spelled.labels import flat, unify
+from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch
+from lattn_compile.passes.spelled.reads import Read, fate_of, find_reads
+from lattn_compile.passes.spelled.step import (
+    NeedsMatrix,
+    Product,
+    Step,
+    candidates,
+    is_view,
+    is_zero,
+    match_step,
+    path_between,
+    roots_of,
+    split_product,
+    stored_origin,
+)
+from lattn_compile.passes.spelled.terms import simplify
+from lattn_compile.passes.spelled.writer import value
+
+__all__ = ["Chain", "Link", "find_chains"]
+
+_CASTS = frozenset(["aten::_to_copy", "aten::to", "prims::convert_element_type"])
+
+
+@dataclass
+class Link:
+    """One token of a chain: the step, the read of its state, and the value that goes on (the update, or its cast)."""
+
+    step: Step
+    read: Read | None
+    stored: fx.Node
+
+
+@dataclass
+class Chain:
+    """Steps that follow one another with nobody looking in between.
+
+    Attributes:
+        links: one a token. root: the state before the first; None for zeros.
+        state_dtype: dtype to which the graph rounds the state after every token, None if it does not.
+        state_used: whether anything but the reads uses the last state.
+    """
+
+    links: list[Link]
+    root: fx.Node | None
+    state_dtype: torch.dtype | None = None
+    state_used: bool = True
+    evidence: dict[str, object] = field(default_factory=dict)
+
+
+def find_chains(index: Index, taken: set[fx.Node]) -> tuple[list[Chain], list[NearMiss]]:
+    """Every chain of the graph, cut where it has to be, and the candidates that came near."""
+    steps, misses = _match_all(index, taken)
+    children: dict[fx.Node, list[Step]] = {}
+    for step in steps.values():
+        children.setdefault(stored_origin(step.root), []).append(step)
+    reads = _reads(index, steps, children)
+    chains: list[Chain] = []
+    seen: set[fx.Node] = set()
+    for step in steps.values():
+        if step.update in seen:
+            continue
+        run = [step]
+        while len(after := _followers_of(children, run[-1])) == 1:
+            run.append(after[0])
+        seen.update(s.update for s in run)
+        try:
+            chains += _cut(index, run, reads, children, _is_source(run[0].root, steps))
+        except NoMatch as error:
+            if _is_source(run[0].root, steps):
+                misses.append(error.at(run[-1].update, steps=len(run)))
+    return chains, misses
+
+
+def _followers_of(children: dict[fx.Node, list[Step]], step: Step) -> list[Step]:
+    return children.get(step.update, [])
+
+
+def _match_all(index: Index, taken: set[fx.Node]) -> tuple[dict[fx.Node, Step], list[NearMiss]]:
+    steps: dict[fx.Node, Step] = {}
+    missed: dict[fx.Node, object] = {}  # their followers fail with them
+    inside: set[fx.Node] = set()
+    pending: list[tuple[list[fx.Node], fx.Node, NoMatch]] = []
+    for ladder in candidates(index.graph):
+        if any(n in taken or n in steps for n in ladder) or ladder[-1] in inside:
+            continue
+        first: tuple[fx.Node, NoMatch] | None = None
+        for update in ladder:
+            step, root, miss = _match_one(index, update, {**missed, **steps} if missed else steps)
+            if step is not None:
+                steps[update] = step
+                inside |= step.path
+                break
+            if miss is not None and root is not None and first is None:
+                first = (root, miss)
+        else:
+            if first is not None:
+                if stored_origin(first[0]) not in missed:
+                    pending.append((ladder, *first))
+                missed[ladder[0]] = first
+    misses = []
+    for ladder, root, miss in pending:
+        if ladder[-1] not in inside and _worth_telling(index, ladder, root, steps, miss):
+            misses.append(miss.at(ladder[0]))
+    return steps, misses
+
+
+def _match_one(
+    index: Index, update: fx.Node, steps: dict[fx.Node, Any]
+) -> tuple[Step | None, fx.Node | None, NoMatch | None]:
+    miss: NoMatch | None = None
+    missed: fx.Node | None = None
+    for root in roots_of(update, steps)[:4]:
+        try:
+            return match_step(index, update, root), root, None
+        except NoMatch as error:
+            if miss is None:
+                miss, missed = error, root
+    return None, missed, miss
+
+
+def _is_source(root: fx.Node, steps: dict[fx.Node, Step]) -> bool:
+    """Whether a state may begin here: an input, a constant, or an earlier state."""
+    origin = stored_origin(root)
+    while name_of(origin) in ("aten::select", "aten::slice", "aten::index_select", "aten::index", "getitem"):
+        first = origin.args[0]
+        if not isinstance(first, fx.Node):
+            break
+        origin = stored_origin(first)
+    return origin in steps or origin.op in ("placeholder", "get_attr") or not origin.all_input_nodes
+
+
+def _worth_telling(
+    index: Index, ladder: list[fx.Node], root: fx.Node, steps: dict[fx.Node, Step], miss: NoMatch
+) -> bool:
+    """A near miss is a state in earnest: it comes from an input, a constant or a state, and goes on or out."""
+    if miss.code in ("NOT_A_STATE", "AXES", "TOO_MANY_TERMS") or not _is_source(root, steps):
+        return False
+    fate = fate_of(index, ladder[0], ())
+    return fate.escapes or fate.blocked is not None
+
+
+def _reads(
+    index: Index, steps: dict[fx.Node, Step], children: dict[fx.Node, list[Step]]
+) -> dict[fx.Node, tuple[list[Read], bool]]:
+    """Reads of every state; an additive step is matched again where they say that another axis is K."""
+    found: dict[fx.Node, tuple[list[Read], bool]] = {}
+    for update, step in steps.items():
+        exclude = {n for child in _followers_of(children, step) for n in child.path}
+        reads, others = find_reads(index, update, exclude)
+        if step.rule == "additive" and reads:
+            (axis,) = reads[0].key_axes
+            if set(flat(step.axes[axis])) != set(step.key):
+                try:
+                    again = match_step(index, update, step.root, axis)
+                    step.__dict__.update(again.__dict__)
+                except NoMatch as error:
+                    step.failure = error
+        mine = [r for r in reads if set(flat(step.axes[r.key_axes[0]])) == set(step.key)]
+        for read in mine:
+            for a, b in zip(read.index, step.axes, strict=True):
+                unify(a, b)
+        found[update] = (mine, others or len(mine) != len(reads))
+    return found
+
+
+def _cut(
+    index: Index,
+    run: list[Step],
+    reads: dict[fx.Node, tuple[list[Read], bool]],
+    children: dict[fx.Node, list[Step]],
+    source: bool,
+) -> list[Chain]:
+    """The pieces of a run of steps that can each become one op."""
+    for step in run:
+        if step.failure is not None:
+            raise step.failure
+    first, last = run[0], run[-1]
+    fate = fate_of(index, last.update, ())
+    more = len(_followers_of(children, last)) > 1
+    if len(run) == 1 and not source:
+        raise NoMatch("NOT_A_STATE", "the updated tensor is computed in the graph", first.root)
+    if len(run) == 1 and not fate.escapes and not more:
+        if fate.blocked is not None:
+            raise NoMatch("STATE_OP", f"the new state goes on through {name_of(fate.blocked)}", fate.blocked)
+        raise NoMatch("NOT_CARRIED", "the updated tensor is neither kept nor updated again", last.update)
+    _refuse_late_reads(index, run, reads)
+    head = _from_nothing(index, first)
+    if head is not None:
+        before, others = find_reads(index, head.update, first.path)
+        reads[head.update] = (before, others)
+        run = [head, *run]
+    pieces: list[list[Link]] = [[]]
+    dtype = _rounding(index, run, children)
+    for i, step in enumerate(run):
+        mine, others = reads[step.update]
+        stored = _stored(step.update, dtype)
+        foreign = others and not (dtype is not None and _only_stored(index, step, stored, children, mine))
+        if pieces[-1] and (leaks(step) or not _alike(index, pieces[-1][-1].step, step)):
+            pieces.append([])
+        pieces[-1].append(Link(step, mine[0] if mine else None, stored))
+        if (foreign or len(mine) > 1) and i + 1 < len(run):
+            pieces.append([])
+    chains = []
+    for piece in filter(None, pieces):
+        root: fx.Node | None = piece[0].step.root
+        if root is piece[0].step.update or (root is not None and is_zero(stored_origin(root))):
+            root = None
+        chains.append(Chain(piece, root, dtype))
+    return chains
+
+
+def _refuse_late_reads(index: Index, run: list[Step], reads: dict[fx.Node, tuple[list[Read], bool]]) -> None:
+    """Reads that precede a token's write: the first state is read, or on its way to the update, and the last is not."""
+    if not reads[run[-1].update][0] and (_root_reads(index, run[0]) or leaks(run[0])):
+        raise NoMatch("READ_BEFORE_WRITE", "a token's output is read before the token is written", run[0].update)
+
+
+def leaks(step: Step) -> bool:
+    """Whether something on the way from the previous state to the update is used elsewhere too."""
+    return any(user not in step.path for node in step.path if node is not step.update for user in node.users)
+
+
+def _root_reads(index: Index, step: Step) -> list[Read]:
+    return find_reads(index, step.root, step.path)[0]
+
+
+def _alike(index: Index, a: Step, b: Step) -> bool:
+    """Whether two steps are of one kind and their states are cut into the same axes."""
+    if a.rule != b.rule and not (a.root is a.update or b.root is b.update):
+        return False
+    try:
+        chain = Expander(index, a.update, _views_between(a.update, b.root), VIEWS, stored=True).expand(b.root)
+        (term,) = chain.terms
+        (factor,) = term.factors
+        for mine, theirs in zip(chain.axes, b.root_index, strict=True):
+            unify(mine, theirs)
+        for mine, theirs in zip(factor.index, a.axes, strict=True):
+            unify(mine, theirs)  # type: ignore[arg-type]
+    except (NoMatch, ValueError):
+        return False
+    same = [set(flat(x)) == set(flat(y)) for x, y in ((a.key, b.key), (a.column, b.column), (a.batch, b.batch))]
+    return all(same)
+
+
+def _views_between(state: fx.Node, root: fx.Node) -> set[fx.Node]:
+    path = set()
+    while root is not state:
+        path.add(root)
+        if not root.args or not isinstance(root.args[0], fx.Node):
+            break
+        root = root.args[0]
+    return path
+
+
+def _rounding(index: Index, run: list[Step], children: dict[fx.Node, list[Step]]) -> torch.dtype | None:
+    """The dtype that every state of the run is stored in, if it is lower than the one it is computed in."""
+    dtypes = {_lowest(step.root) for step in run if step.root is not step.update}
+    computed = value(run[-1].update).dtype
+    low = {d for d in dtypes if not widens(computed, d)}
+    if not low:
+        return None
+    last = [u for u in run[-1].update.users if name_of(u) in _CASTS and value(u).dtype in low]
+    if len(dtypes) != 1 or not last:
+        raise NoMatch("STATE_ROUNDED", "the state is rounded after some tokens and not after others", run[-1].update)
+    return next(iter(low))
+
+
+def _lowest(root: fx.Node) -> torch.dtype:
+    """The narrowest dtype between where a state was computed and where it is used."""
+    node, lowest = root, value(root).dtype
+    while is_view(node) or name_of(node) in _CASTS:
+        if not isinstance(node.args[0], fx.Node):
+            break
+        node = node.args[0]
+        if node.op != "call_function" or is_view(node) or name_of(node) in _CASTS:
+            lowest = lowest if widens(lowest, value(node).dtype) else value(node).dtype
+    return lowest  # type: ignore[no-any-return]
+
+
+def _stored(update: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+    if dtype is None:
+        return update
+    return next((u for u in update.users if name_of(u) in _CASTS and value(u).dtype == dtype), update)
+
+
+def _only_stored(
+    index: Index, step: Step, stored: fx.Node, children: dict[fx.Node, list[Step]], reads: list[Read]
+) -> bool:
+    """Whether a rounded state is used in its rounded form only, the reads and the next step aside."""
+    exclude = {n for child in _followers_of(children, step) for n in child.path} | {r.node for r in reads} | {stored}
+    return not find_reads(index, step.update, exclude)[1]
+
+
+def _from_nothing(index: Index, first: Step) -> Step | None:
+    """A chain whose first state is itself a written token: the token before it, from a state of zeros."""
+    origin = stored_origin(first.root)
+    if origin.op != "call_function" or is_zero(origin) or _lowest(first.root) != value(origin).dtype:
+        return None
+    matrices = {origin}
+    for _ in range(8):
+        try:
+            expr = simplify(Expander(index, None, (), PRODUCTS, matrices).expand(origin))
+            between = Expander(index, origin, _views_between(origin, first.root), VIEWS).expand(first.root)
+            (term,) = between.terms
+            for mine, theirs in zip(between.axes, first.root_index, strict=True):
+                unify(mine, theirs)
+            for mine, theirs in zip(term.factors[0].index, expr.axes, strict=True):
+                unify(mine, theirs)  # type: ignore[arg-type]
+            keys, columns = set(flat(first.key)), set(flat(first.column))
+            if len(expr.terms) != 1:
+                return None
+            (write,) = expr.terms
+            parts = split_product(write.factors, keys, columns)
+        except NeedsMatrix as needed:
+            if needed.node in matrices:
+                return None
+            matrices.add(needed.node)
+            continue
+        except (NoMatch, ValueError):
+            return None
+        if not parts.key or not parts.column:
+            return None
+        return Step(
+            update=origin,
+            root=origin,
+            path=path_between(index, origin, origin),
+            rule="additive",
+            axes=expr.axes,
+            root_index=tuple(expr.axes),
+            batch=first.batch,
+            key=first.key,
+            column=first.column,
+            decay_terms=[Product()],
+            k=Product(1.0, tuple(parts.key)),
+            v=[Product(write.coefficient, tuple(parts.column))],
+            beta=Product(1.0, tuple(parts.scalar)) if parts.scalar else None,
+        )
+    return None

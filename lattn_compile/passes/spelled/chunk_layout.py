@@ -1,0 +1,132 @@
+"""Between a graph's layout and the op's: one piece of code for eager tensors (a trial) and graph nodes (a rewrite)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lattn_compile.passes.spelled.chunk_ops import ones_dropped
+from lattn_compile.passes.spelled.chunk_region import Sizes, View
+from lattn_compile.passes.spelled.writer import Writer, value
+
+__all__ = ["EAGER", "Nodes", "output_of", "state_of", "to_op", "to_state"]
+
+aten = torch.ops.aten
+
+
+class _Eager:
+    """Runs at once what `Nodes` writes."""
+
+    def shape(self, x: Tensor) -> list[Any]:
+        return list(x.shape)
+
+    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        return x.reshape(list(shape))
+
+    def permute(self, x: Tensor, dims: Sequence[int]) -> Tensor:
+        return x.permute(list(dims))
+
+    def expand(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        return x.expand(list(shape))
+
+    def pad(self, x: Tensor, pad: list[int]) -> Tensor:
+        return torch.nn.functional.pad(x, pad)
+
+    def log(self, x: Tensor) -> Tensor:
+        return x.log()
+
+    def chunk(self, q: Tensor, *tensors: Tensor | None, rule: str, scale: float) -> tuple[Tensor, Tensor]:
+        rest = (None,) * 4
+        out: tuple[Tensor, Tensor] = torch.ops.lattn.chunk.default(q, *tensors, *rest, rule=rule, scale=scale)
+        return out
+
+
+EAGER = _Eager()
+
+
+class Nodes(Writer):
+    """A Writer with the same methods."""
+
+    op: fx.Node
+
+    def shape(self, x: fx.Node) -> list[Any]:
+        return list(value(x).shape)
+
+    def pad(self, x: fx.Node, pad: list[int]) -> fx.Node:
+        return self.call(aten.constant_pad_nd.default, x, pad)
+
+    def log(self, x: fx.Node) -> fx.Node:
+        return self.call(aten.log.default, x)
+
+    def chunk(self, q: fx.Node, *tensors: fx.Node | None, rule: str, scale: float) -> tuple[fx.Node, fx.Node]:
+        rest = (None,) * 4
+        self.op = self.call(torch.ops.lattn.chunk.default, q, *tensors, *rest, rule=rule, scale=scale)
+        return self.getitem(self.op, 0), self.getitem(self.op, 1)
+
+
+def _arranged(w: Any, x: Any, labels: str, order: str) -> Any:
+    """`x` with one axis per letter of `order`, in that order; axes of size one are put in or dropped."""
+    absent = [label for label in order if label not in labels]
+    if labels.count("1") == len(absent):
+        names = list(labels)
+        for label in absent:
+            names[names.index("1")] = label
+        return w.permute(x, [names.index(label) for label in order])
+    shape = w.shape(x)
+    kept = [i for i, label in enumerate(labels) if label != "1"]
+    size = {labels[i]: shape[i] for i in kept}
+    x = w.reshape(x, [shape[i] for i in kept])
+    present = [label for label in order if label in size]
+    left = [labels[i] for i in kept]
+    x = w.permute(x, [left.index(label) for label in present])
+    return w.reshape(x, [size.get(label, 1) for label in order])
+
+
+def _restored(w: Any, x: Any, labels: str, order: str, shape: Sequence[Any]) -> Any:
+    """The inverse of `_arranged`."""
+    absent = [label for label in order if label not in labels]
+    if labels.count("1") == len(absent):
+        names = list(labels)
+        for label in absent:
+            names[names.index("1")] = label
+        return w.permute(x, [order.index(label) for label in names])
+    size = dict(zip(order, w.shape(x), strict=True))
+    present = [label for label in order if label in labels]
+    left = [label for label in labels if label != "1"]
+    x = w.reshape(x, [size[label] for label in present])
+    x = w.permute(x, [present.index(label) for label in left])
+    return w.reshape(x, list(shape))
+
+
+def to_op(w: Any, x: Any, view: View, heads: int, *, features: bool) -> Any:
+    """`[B, T, heads, F]`, or `[B, T, heads]`: fewer heads than asked for are repeated, each next to itself."""
+    x = _arranged(w, x, view.labels, "bthf" if features else "bth")
+    b, t, h, *f = w.shape(x)
+    if h == heads:
+        return x
+    x = w.reshape(x, [b, t, h, 1, *f])
+    x = w.expand(x, [b, t, h, heads // h, *f])
+    return w.reshape(x, [b, t, heads, *f])
+
+
+def to_state(w: Any, x: Any, view: View) -> Any:
+    """`[B, HV, K, V]`."""
+    return _arranged(w, x, view.labels, "bhkv")
+
+
+def output_of(w: Any, o: Any, view: View, shape: Sequence[Any], sizes: Sizes) -> Any:
+    """The op's o in the layout (and at the padded length) of the graph's."""
+    if sizes.padded is not None:
+        o = w.pad(o, [0, 0, 0, 0, 0, sizes.padded - sizes.tokens])
+    return _restored(w, o, view.labels, "bthf", shape)
+
+
+def state_of(w: Any, state: Any, view: View, shape: Sequence[Any]) -> Any:
+    return _restored(w, state, view.labels, "bhkv", shape)
+
+
+def free_axes(shape: Sequence[int]) -> list[int]:
+    return ones_dropped(shape)

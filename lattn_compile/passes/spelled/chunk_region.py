@@ -1,0 +1,466 @@
+"""Where a chunk form stands in a graph: its seeds, its outputs, and the whole-sequence tensors it is made from.
+
+A chunk form mixes tokens by products of two sequences, cumulative sums of a decay and triangular systems. Those are
+the seeds. Outputs are found walking down from the seeds: the first place where all that is still needed of what the
+seeds reach is o and perhaps the last state. Inputs are found walking up from the outputs, to nodes that hold every
+token once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from lattn_compile.passes.spelled.chunk_ops import (
+    ANALYTIC,
+    CASTS,
+    CONTRACTIONS,
+    LAYOUT,
+    PADS,
+    PICKS,
+    PRODUCTS,
+    SOLVES,
+    STEPS,
+    Constants,
+    alive_nodes,
+    name_of,
+    ones_dropped,
+    sizes_of,
+    sources,
+    users_of,
+)
+from lattn_compile.passes.spelled.proposal import NoMatch
+from lattn_compile.passes.spelled.writer import value
+
+_REACH = 8
+"""Steps between a product of two sequences and the contraction it is read by."""
+
+_EXITS = 12
+"""Candidate output sets that are looked at per region."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a candidate: of o, and of what it is made from. `padded`: o has so many tokens instead."""
+
+    batch: int
+    tokens: int
+    heads: int
+    width: int
+    padded: int | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """What each axis of a tensor is: `b`, `t`, `h`, `f` (features), `k` and `v` (of a state), `1` for size one.
+
+    `cost` is 0 for the usual orders: batch before heads, features last.
+    """
+
+    labels: str
+    cost: int
+
+    def size(self, label: str, sizes: Sequence[int]) -> int:
+        at = self.labels.find(label)
+        return 1 if at < 0 else sizes[at]
+
+
+@dataclass
+class Boundary:
+    """Between the graph and a region.
+
+    Attributes:
+        tokens: nodes that hold every token once, in graph order.
+        states: nodes without a token axis that have the size of a state.
+        statics: further inputs, which no token reaches: decays of a head, for instance.
+        interior: nodes of the region that are no constants.
+    """
+
+    tokens: list[fx.Node] = field(default_factory=list)
+    states: list[fx.Node] = field(default_factory=list)
+    statics: list[fx.Node] = field(default_factory=list)
+    interior: set[fx.Node] = field(default_factory=set)
+
+
+class Survey:
+    """One look at a graph: order, what is alive, what is constant, and the seeds by region."""
+
+    def __init__(self, graph: fx.Graph, taken: set[fx.Node]) -> None:
+        self.nodes = list(graph.nodes)
+        self.order = {n: i for i, n in enumerate(self.nodes)}
+        self.alive = alive_nodes(graph)
+        self.constants = Constants()
+        self.taken = taken
+
+    # ---- seeds
+
+    def groups(self) -> list[list[fx.Node]]:
+        """Seeds that belong together: of one module, connected by analytic operators. Regions in graph order."""
+        parent: dict[int, int] = {}
+
+        def root(i: int) -> int:
+            while parent[i] != i:
+                parent[i] = parent[parent[i]]
+                i = parent[i]
+            return i
+
+        label: dict[fx.Node, int] = {}
+        seeds: list[fx.Node] = []
+        for i, node in enumerate(self.nodes):
+            if node.op != "call_function" or node not in self.alive or node in self.taken:
+                continue
+            name = name_of(node)
+            if name not in ANALYTIC:
+                continue
+            found = {root(label[n]) for n in sources(node) if n in label and _path(n) == _path(node)}
+            if self._is_seed(node, name):
+                seeds.append(node)
+                parent[i] = i
+                found.add(i)
+            if found:
+                first = min(found)
+                for other in found:
+                    parent[other] = first
+                label[node] = first
+        groups: dict[int, list[fx.Node]] = {}
+        for node in seeds:
+            groups.setdefault(root(label[node]), []).append(node)
+        return list(groups.values())
+
+    def _is_seed(self, node: fx.Node, name: str) -> bool:
+        if name in SOLVES or name == "cumprod":
+            return not self.is_constant(node)
+        if name == "cumsum":
+            return not self.is_constant(node) and self._reaches(node, ("exp", "exp2"))
+        if name in PRODUCTS:
+            factors = [n for n in sources(node) if not self.is_constant(n)]
+            return len(factors) >= 2 and not any(map(_is_weight, factors)) and self._reaches(node, PRODUCTS | SOLVES)
+        return False
+
+    def _reaches(self, node: fx.Node, names: Sequence[str] | frozenset[str]) -> bool:
+        """Whether products and layout alone lead from a node to one of these operators, in a few steps."""
+        near, seen = [node], {node}
+        for _ in range(_REACH):
+            near = [u for n in near for u in users_of(n, self.alive) if u not in seen]
+            seen.update(near)
+            for u in near:
+                if name_of(u) in names:
+                    return True
+            near = [u for u in near if name_of(u) in STEPS]
+            if not near:
+                return False
+        return False
+
+    def is_constant(self, node: fx.Node) -> bool:
+        return node in self.constants
+
+    # ---- outputs
+
+    def exits(self, core: set[fx.Node], *, early: bool) -> Iterator[list[fx.Node]]:
+        """Sets of one or two nodes that are all that is still needed below the core, first ones first.
+
+        With `early`, those that come before the core's last node: below the part of it that is above them.
+        """
+        last = max(self.order[n] for n in core)
+        below: set[fx.Node] = set()
+        live: dict[fx.Node, int] = {}
+        before: list[fx.Node] = []
+        count, product = 0, False
+        for at in range(min(self.order[n] for n in core), last if early else len(self.nodes)):
+            node = self.nodes[at]
+            live = {n: until for n, until in live.items() if until > at}
+            if node in self.alive and (node in core or any(n in below for n in self._sources(node))):
+                if node.op == "output" or (at >= last and name_of(node) not in ANALYTIC):
+                    return
+                below.add(node)
+                live[node] = max((self.order[u] for u in users_of(node, self.alive)), default=at)
+                product = product or name_of(node) in PRODUCTS | {"sum"}
+            if product and 1 <= len(live) <= 2 and (early or at >= last) and (now := list(live)) != before:
+                before = now
+                yield now
+                count += 1
+                if count == _EXITS:
+                    return
+
+    def lowered(self, o: fx.Node, sizes: Sizes) -> fx.Node:
+        """The last of the views of `o` that are all that is read of it and still are one value a token."""
+        while len(users := list(users_of(o, self.alive))) == 1:
+            n = users[0]
+            if name_of(n) not in LAYOUT and not _is_identity(n, o):
+                break
+            if not any(v.cost <= 1 and v.size("f", sizes_of(n) or ()) == sizes.width for v in views(n, sizes)):
+                break
+            o = n
+        return o
+
+    def is_exit(self, below: set[fx.Node], exits: Sequence[fx.Node]) -> bool:
+        """Whether nothing else of these nodes is needed further down."""
+        end = max(self.order[n] for n in exits)
+        return all(
+            n in exits or all(self.order[u] <= end for u in users_of(n, self.alive)) for n in below if n in self.alive
+        )
+
+    def below(self, core: set[fx.Node], exits: Sequence[fx.Node]) -> set[fx.Node]:
+        """The core and what it reaches, up to the exits."""
+        end = max(self.order[n] for n in exits)
+        found: set[fx.Node] = set()
+        for node in self.nodes[min(self.order[n] for n in core) : end + 1]:
+            if node in core or any(n in found for n in self._sources(node)):
+                found.add(node)
+        return found
+
+    @staticmethod
+    def _sources(node: fx.Node) -> list[fx.Node]:
+        return sources(node) if node.op == "call_function" else node.all_input_nodes
+
+    # ---- inputs
+
+    def boundary(self, exits: Sequence[fx.Node], below: set[fx.Node], sizes: Sizes, opened: set[fx.Node]) -> Boundary:
+        """Walks up from `exits`. Nodes in `opened` are entered although they hold every token once.
+
+        `below`: the seeds and what they reach, where no input of the region can be.
+
+        Raises:
+            NoMatch: CHUNK_OPERATOR where something else than an analytic operator of the region's own values is met.
+        """
+        found = Boundary()
+        tokens: dict[fx.Node, None] = {}
+        rest: dict[fx.Node, None] = {}
+        stack = list(exits)
+        found.interior.update(exits)
+        while stack:
+            node = stack.pop()
+            for n in sources(node):
+                if n in found.interior or n in tokens or n in rest or self.is_constant(n):
+                    continue
+                if n not in below and n not in opened:
+                    if (top := self._whole(n, sizes, opened)) is not None:
+                        tokens[top] = None
+                        found.interior.update(_between(n, top))
+                        continue
+                    if not self._carries_tokens(n, sizes, opened):
+                        rest[n] = None
+                        continue
+                if n.op != "call_function" or name_of(n) not in ANALYTIC or n in self.taken:
+                    raise NoMatch("CHUNK_OPERATOR", f"{n} ({name_of(n) or n.op}) stands between the tokens and o", n)
+                found.interior.add(n)
+                stack.append(n)
+        found.tokens = sorted(tokens, key=self.order.__getitem__)
+        found.interior.difference_update(tokens)
+        for n in sorted(rest, key=self.order.__getitem__):
+            (found.states if self._is_state(n, sizes) else found.statics).append(n)
+        return found
+
+    def _whole(self, node: fx.Node, sizes: Sizes, opened: set[fx.Node]) -> fx.Node | None:
+        """The highest node that holds the same values as `node`, every token once; None if `node` does not."""
+        if not any(v.cost <= 1 for v in views(node, sizes)) or self._mixes(node, sizes, opened):
+            return None
+        chain = [node]
+        while name_of(chain[-1]) in LAYOUT | PICKS | PADS | CASTS and chain[-1].op == "call_function":
+            above = sources(chain[-1])
+            if not above or self.is_constant(above[0]):
+                break
+            chain.append(above[0])
+        padded = [i for i, n in enumerate(chain[:-1]) if name_of(n) in PADS and not _same_size(n, chain[i + 1])]
+        top = padded[-1] + 1 if padded else 0
+        if not any(v.cost <= 1 for v in views(chain[top], sizes)):
+            top = 0
+        for i in range(top, len(chain) - 1):
+            if name_of(chain[i]) not in LAYOUT and not _is_identity(chain[i], chain[i + 1]):
+                break
+            if any(v.cost <= 1 for v in views(chain[i + 1], sizes)):
+                top = i + 1
+        return None if chain[top] in opened else chain[top]
+
+    def _mixes(self, node: fx.Node, sizes: Sizes, opened: set[fx.Node]) -> bool:
+        """Whether a node is a product of two sequences."""
+        while name_of(node) in LAYOUT | CASTS and node.op == "call_function" and sources(node):
+            node = sources(node)[0]
+        if node.op != "call_function" or name_of(node) not in PRODUCTS:
+            return False
+        factors = [n for n in sources(node) if not self.is_constant(n)]
+        return len(factors) > 1 and all(
+            self._whole(n, sizes, opened) is not None or self._carries_tokens(n, sizes, opened) for n in factors
+        )
+
+    def _carries_tokens(self, node: fx.Node, sizes: Sizes, opened: set[fx.Node]) -> bool:
+        """Whether a node that holds every token is above this one, through analytic operators alone."""
+        stack, seen = [node], {node}
+        while stack:
+            n = stack.pop()
+            if n.op != "call_function" or name_of(n) not in ANALYTIC:
+                continue
+            for above in sources(n):
+                if above in seen or self.is_constant(above):
+                    continue
+                if self._whole(above, sizes, opened) is not None:
+                    return True
+                seen.add(above)
+                stack.append(above)
+        return False
+
+    @staticmethod
+    def _is_state(node: fx.Node, sizes: Sizes) -> bool:
+        shape = sizes_of(node)
+        return shape is not None and any(True for _ in state_views(shape, sizes, None))
+
+
+def _path(node: fx.Node) -> object:
+    stack = node.meta.get("nn_module_stack")
+    return next(reversed(stack.items())) if stack else None
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """A matrix that is an input of the graph, seen through views."""
+    while node.op == "call_function" and name_of(node) in LAYOUT | CASTS and sources(node):
+        node = sources(node)[0]
+    shape = sizes_of(node)
+    return node.op in ("placeholder", "get_attr") and shape is not None and len(shape) <= 2
+
+
+def _same_size(a: fx.Node, b: fx.Node) -> bool:
+    return sizes_of(a) == sizes_of(b)
+
+
+def _is_identity(node: fx.Node, above: fx.Node) -> bool:
+    """A cast to the same dtype, a pad by nothing."""
+    return name_of(node) in CASTS | PADS and _same_size(node, above) and bool(value(node).dtype == value(above).dtype)
+
+
+def _between(low: fx.Node, top: fx.Node) -> list[fx.Node]:
+    found, node = [], low
+    while node is not top:
+        found.append(node)
+        node = sources(node)[0]
+    return found
+
+
+def views(node: fx.Node, sizes: Sizes) -> list[View]:
+    """What the axes of a node may be if it holds every token once, the usual orders first."""
+    shape = sizes_of(node)
+    return [] if shape is None else sorted(_views(shape, sizes), key=lambda v: v.cost)
+
+
+def _views(shape: Sequence[int], sizes: Sizes) -> Iterator[View]:
+    free = ones_dropped(shape)
+    if len(free) > 4:
+        return
+
+    def fits(label: str, n: int) -> bool:
+        if label == "h":
+            return sizes.heads % n == 0
+        return n == {"b": sizes.batch, "t": sizes.tokens}.get(label, n)
+
+    def assign(i: int, labels: str) -> Iterator[str]:
+        if i == len(free):
+            yield labels
+            return
+        for label in "bthf":
+            if label not in labels and fits(label, shape[free[i]]):
+                yield from assign(i + 1, labels + label)
+
+    for order in assign(0, ""):
+        if (sizes.batch > 1) != ("b" in order) or (sizes.tokens > 1) != ("t" in order):
+            continue
+        cost = 2 * ("f" in order and order[-1] != "f")
+        cost += "b" in order and "h" in order and order.index("b") > order.index("h")
+        if sizes.heads > 1 and "h" not in order:
+            # One head for all: usual where an axis of size one stands for it.
+            cost += 1 if len(shape) - len(free) > (sizes.batch == 1) + (sizes.tokens == 1) else 2
+        labels = ["1"] * len(shape)
+        for i, label in zip(free, order, strict=True):
+            labels[i] = label
+        yield View("".join(labels), cost)
+
+
+def state_views(shape: Sequence[int], sizes: Sizes, keys: int | None) -> Iterator[View]:
+    """What the axes of a state may be: batch, heads, then keys and values in either order. `keys`: K if known."""
+    free = ones_dropped(shape)
+    want = [("b", sizes.batch), ("h", sizes.heads)]
+    head = [(label, n) for label, n in want if n > 1]
+    numbers = [shape[i] for i in free]
+    if numbers[: len(head)] != [n for _, n in head]:
+        return
+    tail = numbers[len(head) :]
+    for order in ("kv", "vk"):
+        left = [label for label in order if (sizes.width if label == "v" else keys) != 1]
+        if keys is None and len(tail) == len(left) - 1:
+            left = ["v"]
+        if len(tail) != len(left):
+            continue
+        if any(n != {"v": sizes.width, "k": keys or n}[label] for label, n in zip(left, tail, strict=True)):
+            continue
+        labels = ["1"] * len(shape)
+        for i, label in zip(free, [*(label for label, _ in head), *left], strict=True):
+            labels[i] = label
+        yield View("".join(labels), 0)
+
+
+def output_sizes(o: fx.Node) -> Iterator[Sizes]:
+    """What B, T, HV, V of an output may be, by the position of its token axis."""
+    shape = sizes_of(o)
+    if shape is None or not 2 <= len(shape) <= 5:
+        return
+    free = ones_dropped(shape)
+    width, others = (shape[free[-1]], free[:-1]) if free and free[-1] == len(shape) - 1 else (1, free)
+    if len(others) > 3:
+        return
+    for t in sorted(others, key=lambda i: -shape[i]):
+        b, h = _batch_and_heads([i for i in others if i != t], shape)
+        yield Sizes(b, shape[t], h, width)
+    if len(others) <= 2:
+        b, h = _batch_and_heads(others, shape)
+        yield Sizes(b, 1, h, width)
+
+
+def _batch_and_heads(axes: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
+    if len(axes) == 2:
+        return shape[axes[0]], shape[axes[1]]
+    if not axes:
+        return 1, 1
+    # One axis of size one before it: that was the batch, or the heads are folded into it.
+    return (1, shape[axes[0]]) if axes[0] > 0 or len(shape) == 3 else (shape[axes[0]], 1)
+
+
+@dataclass(frozen=True)
+class Grain:
+    """How tokens are grouped: axes along which a region mixes tokens, and pads `(from, to)`."""
+
+    mixed: set[int]
+    pads: set[tuple[int, int]]
+
+    def rank(self, tokens: int) -> int:
+        """0 if `tokens` is a whole number of chunks, or is padded to one; 1 if not, which a block loop may do."""
+        lengths = {tokens} | {n for m, n in self.pads if m == tokens}
+        return 0 if any(n % c == 0 for n in lengths for c in self.mixed) else 1
+
+
+def grain_of(survey: Survey, exits: Sequence[fx.Node], core: set[fx.Node]) -> Grain:
+    mixed: set[int] = set()
+    for node in core:
+        shape = sizes_of(node)
+        if shape is None or len(shape) < 2:
+            continue
+        if name_of(node) in ("cumsum", "cumprod"):
+            mixed.add(shape[int(node.args[1])])  # type: ignore[arg-type]
+        elif shape[-1] == shape[-2]:
+            mixed.add(shape[-1])
+    pads: set[tuple[int, int]] = set()
+    stack, seen = list(exits), set(exits)
+    while stack:
+        node = stack.pop()
+        if node.op != "call_function" or name_of(node) not in ANALYTIC:
+            continue
+        above = [n for n in sources(node) if not survey.is_constant(n)]
+        if name_of(node) in PADS:
+            a, b = sizes_of(above[0]), sizes_of(node)
+            if a is not None and b is not None and a != b:
+                pads.update((m, n) for m, n in zip(a, b, strict=True) if m < n)
+                continue
+        for n in above:
+            if n not in seen:
+                seen.add(n)
+                stack.append(n)
+    return Grain({c for c in mixed if c > 1}, pads)

@@ -1,0 +1,307 @@
+"""Which boundary tensor is q, k, v, g, beta: read off the graph where it says so, tried in float64 where not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import lattn_compile.ops.chunk  # noqa: F401  (registers the op that is tried)
+from lattn_compile.passes.spelled.analytic import vet
+from lattn_compile.passes.spelled.chunk_layout import EAGER, output_of, state_of, to_op, to_state
+from lattn_compile.passes.spelled.chunk_ops import PRODUCTS, name_of, sizes_of, sources
+from lattn_compile.passes.spelled.chunk_region import Boundary, Sizes, View, state_views, views
+from lattn_compile.passes.spelled.proposal import NoMatch
+from lattn_compile.passes.spelled.scaled import real
+from lattn_compile.passes.spelled.subgraph import Region, clean_state, extract, run
+from lattn_compile.passes.spelled.verify import TOLERANCE
+from lattn_compile.passes.spelled.writer import value
+
+_VIEWS = 3
+"""Readings of one tensor's axes that are tried where sizes coincide."""
+
+_HYPOTHESES = 24
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A boundary tensor and how its axes are read."""
+
+    node: fx.Node
+    view: View
+
+
+@dataclass(frozen=True)
+class Roles:
+    """A hypothesis: the region computes this recurrence.
+
+    Attributes:
+        decay_form: how g is had from its tensor: "log" (as it is) or "decay" (its logarithm).
+        o, final: views of the outputs; final is None if no state is returned.
+        error: the largest difference that was seen, relative to the largest magnitude.
+    """
+
+    q: Bound
+    k: Bound
+    v: Bound
+    g: Bound | None
+    beta: Bound | None
+    state: Bound | None
+    rule: str
+    decay_form: str
+    o: View
+    final: View | None
+    sizes: Sizes
+    scale: float = 1.0
+    error: float = 0.0
+    o_at: int = 0
+
+    @property
+    def keys(self) -> int:
+        return self.q.view.size("f", sizes_of(self.q.node) or ())
+
+
+class Trial:
+    """A region run on fixed random inputs in float64."""
+
+    def __init__(self, exits: Sequence[fx.Node], boundary: Boundary, sizes: Sizes) -> None:
+        self.exits, self.boundary, self.sizes = exits, boundary, sizes
+        self.inputs = [*boundary.tokens, *boundary.states, *boundary.statics]
+        self.region: Region = extract(exits, self.inputs)
+        vet(self.region, self.inputs)
+        self.through = {n: self._passes(n, ("exp", "exp2")) for n in boundary.tokens}
+        self.as_decay = {n: self._passes(n, ("log", "log2", "cumprod")) for n in boundary.tokens}
+        generator = torch.Generator().manual_seed(0)
+        self.values = {n: self._draw(n, generator) for n in self.inputs}
+
+    def _passes(self, node: fx.Node, names: Sequence[str]) -> bool:
+        """Whether every path from a node to an output goes through one of these operators."""
+        inside = set(self.region.nodes)
+        stack, seen = [node], {node}
+        while stack:
+            n = stack.pop()
+            if n in self.exits:
+                return False
+            for u in n.users:
+                if u in inside and u not in seen and name_of(u) not in names:
+                    seen.add(u)
+                    stack.append(u)
+        return True
+
+    def multiplies(self, key: fx.Node) -> bool:
+        """Whether keys are multiplied with keys, as the delta rule does."""
+        made: dict[fx.Node, bool] = {key: True}
+        for node in self.region.nodes:
+            above = [n for n in sources(node) if n in made]
+            if not above:
+                continue
+            if name_of(node) in PRODUCTS and len(sources(node)) > 1 and len(above) == len(sources(node)):
+                return True
+            made[node] = True
+        return False
+
+    def is_gate(self, node: fx.Node) -> bool:
+        return self.through.get(node, False) or self.as_decay.get(node, False)
+
+    def _draw(self, node: fx.Node, generator: torch.Generator) -> Any:
+        v = value(node)
+        if not isinstance(v, Tensor):
+            return real(node)
+        shape = sizes_of(node)
+        assert shape is not None
+        if not v.is_floating_point():
+            raise NoMatch("CHUNK_INPUTS", f"{node} is {v.dtype}", node)
+        x = torch.rand(shape, generator=generator, dtype=torch.float64)
+        if self.as_decay.get(node):
+            return 0.9 + 0.09 * x
+        if self.through.get(node):
+            return -0.1 * x - 0.005
+        kinds = views(node, self.sizes)
+        if node in self.boundary.tokens and kinds and "f" not in kinds[0].labels:
+            return 0.1 + 0.8 * x
+        if node in self.boundary.statics:
+            return 0.05 + 0.2 * x
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        at = kinds[0].labels.find("f") if kinds else -1
+        return torch.nn.functional.normalize(x, dim=at) if x.dim() else x
+
+    def run(self, change: dict[fx.Node, Tensor] | None = None, *, state: bool) -> list[Tensor]:
+        """The exits' values; `change` replaces inputs. Without `state` the initial state is zero."""
+        values = {**self.values, **(change or {})}
+        for n in self.boundary.states:
+            if not state:
+                values[n] = torch.zeros_like(values[n])
+        with clean_state(), torch.no_grad():
+            return run(self.region, [values[n] for n in self.inputs], real, {})
+
+
+def find_roles(exits: Sequence[fx.Node], boundary: Boundary, sizes: Sizes) -> Roles:
+    """The roles under which the region is the recurrence.
+
+    Raises:
+        NoMatch: CHUNK_INPUTS where the boundary has not the tensors of a recurrence, CHUNK_NOT_EQUAL where no
+            assignment computes what the region does.
+    """
+    tensors = boundary.tokens
+    if not 3 <= len(tensors) <= 6 or len(boundary.states) > 1:
+        raise NoMatch("CHUNK_INPUTS", f"its inputs are {_names([*tensors, *boundary.states])}")
+    trial = Trial(exits, boundary, sizes)
+    gates = [n for n in tensors if trial.is_gate(n)]
+    plain = [n for n in tensors if n not in gates]
+    vectors = [n for n in plain if any("f" in v.labels for v in _readings(n, sizes))]
+    scalars = [n for n in plain if n not in vectors]
+    if len(vectors) != 3 or len(scalars) > 1 or len(gates) > 1:
+        raise NoMatch("CHUNK_INPUTS", f"vectors {_names(vectors)}, scalars {_names(scalars)}, decays {_names(gates)}")
+    base = trial.run(state=False)
+    if not all(torch.isfinite(x).all() for x in base):
+        raise NoMatch("CHUNK_NOT_EQUAL", "it is not finite on random inputs")
+    o_at = next((i for i, n in enumerate(exits) if _is_output(n, sizes)), None)
+    if o_at is None or float(base[o_at].abs().max()) == 0.0:
+        raise NoMatch("CHUNK_INPUTS", "no output has the tokens' axis")
+    linear = {n: _doubling(trial, n, base, o_at) for n in vectors}
+    best = float("inf")
+    for n, roles in enumerate(_assignments(exits, boundary, sizes, vectors, scalars, gates, linear, trial, o_at)):
+        if n == _HYPOTHESES:
+            break
+        found = _test(roles, trial, base, o_at, state=False)
+        best = min(best, found.error)
+        if found.error > TOLERANCE:
+            continue
+        if boundary.states:
+            for view in _state_readings(boundary.states[0], sizes, found.keys):
+                with_state = replace(found, state=Bound(boundary.states[0], view))
+                checked = _test(with_state, trial, trial.run(state=True), o_at, state=True)
+                if checked.error <= TOLERANCE:
+                    return checked
+            continue
+        return found
+    raise NoMatch("CHUNK_NOT_EQUAL", f"the closest recurrence differs by {best:.2g} of o on random inputs")
+
+
+def _doubling(trial: Trial, node: fx.Node, base: list[Tensor], o_at: int) -> tuple[bool, bool | None]:
+    """Whether o doubles with this tensor; whether the state does (None: it does not change)."""
+    twice = trial.run({node: 2 * trial.values[node]}, state=False)
+    o = _error(twice[o_at], 2 * base[o_at]) <= TOLERANCE
+    if len(base) == 1:
+        return o, None
+    s = 1 - o_at
+    return o, None if torch.equal(twice[s], base[s]) else _error(twice[s], 2 * base[s]) <= TOLERANCE
+
+
+def _assignments(
+    exits: Sequence[fx.Node],
+    boundary: Boundary,
+    sizes: Sizes,
+    vectors: Sequence[fx.Node],
+    scalars: Sequence[fx.Node],
+    gates: Sequence[fx.Node],
+    linear: dict[fx.Node, tuple[bool, bool | None]],
+    trial: Trial,
+    o_at: int,
+) -> Iterator[Roles]:
+    returned = len(exits) == 2
+    o_views = _output_views(exits[o_at], sizes)
+    for q, k, v in itertools.permutations(vectors):
+        if not linear[q][0] or not linear[v][0]:
+            continue
+        if returned and (linear[q][1] is not None or linear[v][1] is not True):
+            continue
+        rules = ("delta",)
+        if linear[k][0]:
+            # One token from a zero state is the same under both rules.
+            rules = ("delta", "additive") if trial.multiplies(k) else ("additive", "delta")
+        nodes = [q, k, v, *gates, *scalars]
+        for readings in itertools.product(*(_readings(n, sizes) for n in nodes), o_views):
+            *read, o_view = readings
+            bound = [Bound(n, w) for n, w in zip(nodes, read, strict=True)]
+            bq, bk, bv = bound[:3]
+            keys = bq.view.size("f", sizes_of(q) or ())
+            if bk.view.size("f", sizes_of(k) or ()) != keys or bv.view.size("f", sizes_of(v) or ()) != sizes.width:
+                continue
+            if bv.view.size("h", sizes_of(v) or ()) != sizes.heads:
+                continue
+            g = bound[3] if gates else None
+            beta = bound[-1] if scalars else None
+            if g is not None and "f" in g.view.labels and g.view.size("f", sizes_of(g.node) or ()) != keys:
+                continue
+            finals: list[View | None] = [None]
+            if returned:
+                finals = list(_state_readings(exits[1 - o_at], sizes, keys))
+            for final in finals:
+                for rule in rules:
+                    form = "decay" if gates and trial.as_decay[gates[0]] else "log"
+                    yield Roles(bq, bk, bv, g, beta, None, rule, form, o_view, final, sizes, o_at=o_at)
+
+
+def _readings(node: fx.Node, sizes: Sizes) -> list[View]:
+    found = views(node, sizes)
+    usual = [v for v in found if v.cost <= 1]
+    return (usual or found)[:_VIEWS]
+
+
+def _state_readings(node: fx.Node, sizes: Sizes, keys: int) -> list[View]:
+    return list(state_views(sizes_of(node) or (), sizes, keys))
+
+
+def _output_views(node: fx.Node, sizes: Sizes) -> list[View]:
+    tokens = sizes.padded if sizes.padded is not None else sizes.tokens
+    out = replace(sizes, tokens=tokens)
+    shape = sizes_of(node) or ()
+    found = [w for w in views(node, out) if w.size("f", shape) == sizes.width and w.size("h", shape) == sizes.heads]
+    return found[:_VIEWS]
+
+
+def _is_output(node: fx.Node, sizes: Sizes) -> bool:
+    return any(v.cost <= 1 for v in _output_views(node, sizes))
+
+
+def _test(roles: Roles, trial: Trial, base: list[Tensor], o_at: int, *, state: bool) -> Roles:
+    """The hypothesis with its scale and its error filled in."""
+    get: Callable[[fx.Node], Tensor] = trial.values.__getitem__
+    o, final = evaluate(EAGER, roles, get, scale=1.0)
+    want = base[o_at]
+    o = output_of(EAGER, o, roles.o, want.shape, roles.sizes)
+    denominator = float((o * o).sum())
+    scale = float((o * want).sum()) / denominator if denominator else 1.0
+    for usual in (1.0, roles.keys**-0.5):
+        if abs(scale - usual) <= TOLERANCE * usual:
+            scale = usual
+    error = _error(scale * o, want)
+    if roles.final is not None and error <= TOLERANCE:
+        got = state_of(EAGER, final, roles.final, base[1 - o_at].shape)
+        error = max(error, _error(got, base[1 - o_at]))
+    return replace(roles, scale=scale, error=error)
+
+
+def evaluate(w: Any, roles: Roles, get: Callable[[fx.Node], Any], *, scale: float) -> tuple[Any, Any]:
+    """The op on the boundary's tensors, in whatever world `w` writes (eager tensors or graph nodes)."""
+    s = roles.sizes
+    heads = max(x.view.size("h", sizes_of(x.node) or ()) for x in (roles.q, roles.k))
+    q = to_op(w, get(roles.q.node), roles.q.view, heads, features=True)
+    k = to_op(w, get(roles.k.node), roles.k.view, heads, features=True)
+    v = to_op(w, get(roles.v.node), roles.v.view, s.heads, features=True)
+    g = beta = state = None
+    if roles.g is not None:
+        g = to_op(w, get(roles.g.node), roles.g.view, s.heads, features="f" in roles.g.view.labels)
+        if roles.decay_form == "decay":
+            g = w.log(g)
+    if roles.beta is not None:
+        beta = to_op(w, get(roles.beta.node), roles.beta.view, s.heads, features=False)
+    if roles.state is not None:
+        state = to_state(w, get(roles.state.node), roles.state.view)
+    return w.chunk(q, k, v, g, beta, state, rule=roles.rule, scale=scale)
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    if got.shape != want.shape:
+        return float("inf")
+    top = float(want.abs().max()) if want.numel() else 0.0
+    return float((got - want).abs().max()) / top if top else float((got - want).abs().max() if got.numel() else 0.0)
+
+
+def _names(nodes: Sequence[fx.Node]) -> str:
+    return "[" + ", ".join(str(n) for n in nodes) + "]"

@@ -1,0 +1,187 @@
+"""Chunk-parallel spellings of a recurrence: found by hypothesis and test, replaced by one `lattn::chunk`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from lattn_compile.passes.spelled.chunk_layout import Nodes, output_of, state_of
+from lattn_compile.passes.spelled.chunk_ops import ANALYTIC, CONTRACTIONS, PRODUCTS, SOLVES, name_of, sources
+from lattn_compile.passes.spelled.chunk_region import Boundary, Sizes, Survey, grain_of, output_sizes
+from lattn_compile.passes.spelled.chunk_roles import Roles, evaluate, find_roles
+from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal
+from lattn_compile.passes.spelled.subgraph import Rejected
+from lattn_compile.passes.spelled.writer import value
+
+__all__ = ["find_chunk_forms"]
+
+_OPENED = 8
+"""How many boundary tensors are taken apart in search of q, k, v, g, beta."""
+
+_CORES = 6
+_PROGRESS = ("CHUNK_INPUTS", "CHUNK_OPERATOR", "CHUNK_NOT_EQUAL")
+"""How far a candidate came, least first."""
+
+
+def find_chunk_forms(gm: fx.GraphModule, taken: set[fx.Node]) -> list[Proposal | NearMiss]:
+    """Proposes one `lattn::chunk` for every chunk-form recurrence of a functional graph.
+
+    Nodes in `taken` belong to other sites and are not looked into. Replacements stand in the graph, unused.
+    """
+    survey = Survey(gm.graph, taken)
+    found: list[Proposal | NearMiss] = []
+    for seeds in survey.groups():
+        left = list(seeds)
+        while left:
+            outcome, inside = _Search(survey).run(left)
+            if outcome is not None:
+                found.append(outcome)
+            remaining = [n for n in left if n not in inside]
+            if not isinstance(outcome, Proposal) or len(remaining) == len(left):
+                break
+            left = remaining
+    return found
+
+
+class _Search:
+    """One group of seeds: candidates for outputs and inputs, until a hypothesis holds."""
+
+    def __init__(self, survey: Survey) -> None:
+        self.survey = survey
+        self.furthest: NoMatch | None = None
+        self.tried: set[tuple[object, ...]] = set()
+
+    def run(self, seeds: Sequence[fx.Node]) -> tuple[Proposal | NearMiss | None, set[fx.Node]]:
+        cores = [set(seeds)]
+        for core in cores:
+            for exits, sizes in self._candidates(core):
+                try:
+                    below = self.survey.below(core, exits)
+                    boundary = self.survey.boundary(exits, below, sizes, set())
+                except (NoMatch, Rejected) as e:
+                    self._note(e)
+                    continue
+                grown = core | {n for n in boundary.interior if name_of(n) in CONTRACTIONS}
+                if grown - core and len(boundary.tokens) >= 3:
+                    below = self.survey.below(grown, exits)
+                    if not self.survey.is_exit(below, exits):
+                        if grown not in cores and len(cores) < _CORES:
+                            cores.append(grown)
+                        continue
+                if (done := self._bind(exits, below, sizes, boundary)) is not None:
+                    return done
+        return self._near_miss(seeds), set()
+
+    def _candidates(self, core: set[fx.Node]) -> Iterator[tuple[list[fx.Node], Sizes]]:
+        yield from self._below(core, early=False)
+        yield from self._below(core, early=True)
+
+    def _below(self, core: set[fx.Node], *, early: bool) -> list[tuple[list[fx.Node], Sizes]]:
+        """Outputs with their sizes, likely ones first; outputs that are cut to their tokens later come last."""
+        found: list[tuple[int, list[fx.Node], Sizes]] = []
+        for exits in self.survey.exits(core, early=early):
+            grain = grain_of(self.survey, exits, core)
+            for at, o in enumerate(exits):
+                for sizes in output_sizes(o):
+                    short = sorted(m for m, n in grain.pads if n == sizes.tokens)
+                    lowered = [*exits[:at], self.survey.lowered(o, sizes), *exits[at + 1 :]]
+                    found += [(2, lowered, replace(sizes, tokens=m, padded=sizes.tokens)) for m in short]
+                    found.append((3 if short else grain.rank(sizes.tokens), lowered, sizes))
+        return [(exits, sizes) for _, exits, sizes in sorted(found, key=lambda x: x[0])]
+
+    def _bind(
+        self, exits: list[fx.Node], below: set[fx.Node], sizes: Sizes, boundary: Boundary
+    ) -> tuple[Proposal, set[fx.Node]] | None:
+        opened: set[fx.Node] = set()
+        if len(boundary.tokens) < 3:
+            self._note(NoMatch("CHUNK_INPUTS", f"its inputs are {boundary.tokens}"))
+            return None
+        for _ in range(_OPENED):
+            key = (tuple(exits), sizes, tuple(boundary.tokens), tuple(boundary.states), tuple(boundary.statics))
+            if key in self.tried:
+                return None
+            self.tried.add(key)
+            try:
+                roles = find_roles(exits, boundary, sizes)
+                return propose(self.survey, exits, boundary, roles), boundary.interior
+            except (NoMatch, Rejected) as e:
+                self._note(e)
+            above = self._to_open(boundary, sizes)
+            if above is None:
+                return None
+            opened.add(above)
+            try:
+                boundary = self.survey.boundary(exits, below, sizes, opened)
+            except (NoMatch, Rejected) as e:
+                self._note(e)
+                return None
+        return None
+
+    def _to_open(self, boundary: Boundary, sizes: Sizes) -> fx.Node | None:
+        """The latest boundary tensor that is made from several others, or else from one."""
+        inside = [
+            n
+            for n in reversed(boundary.tokens)
+            if n.op == "call_function" and name_of(n) in ANALYTIC and n not in self.survey.taken
+        ]
+        for n in inside:
+            if name_of(n) in ("mul", "div") and sum(not self.survey.is_constant(s) for s in sources(n)) > 1:
+                return n
+        return inside[0] if inside else None
+
+    def _note(self, e: NoMatch | Rejected) -> None:
+        e = e if isinstance(e, NoMatch) else NoMatch("CHUNK_INPUTS", str(e))
+        if self.furthest is None or _PROGRESS.index(e.code) >= _PROGRESS.index(self.furthest.code):
+            self.furthest = e
+
+    def _near_miss(self, seeds: Sequence[fx.Node]) -> NearMiss | None:
+        """A reason, where there are a decay's cumulative sum (or a triangular system) and a product of sequences."""
+        names = {name_of(n) for n in seeds}
+        if not names & (SOLVES | {"cumsum", "cumprod"}) or not names & PRODUCTS or self.furthest is None:
+            return None
+        return self.furthest.at(seeds[-1])
+
+
+def propose(survey: Survey, exits: list[fx.Node], boundary: Boundary, roles: Roles) -> Proposal:
+    """Writes the op before the first node that reads an output."""
+    reader = min((u for n in exits for u in n.users), key=survey.order.__getitem__)
+    w = Nodes(reader, max(exits, key=survey.order.__getitem__))
+    try:
+        o_old = next(n for n in exits if len(exits) == 1 or n is not _state(exits, roles))
+        o, final = evaluate(w, roles, lambda n: n, scale=roles.scale)
+        old, new = [o_old], [w.to(output_of(w, o, roles.o, value(o_old).shape, roles.sizes), value(o_old).dtype)]
+        if roles.final is not None:
+            s_old = next(n for n in exits if n is not o_old)
+            old.append(s_old)
+            new.append(w.to(state_of(w, final, roles.final, value(s_old).shape), value(s_old).dtype))
+    except BaseException:
+        w.undo()
+        raise
+    domains = {roles.k.node: "key"}
+    if roles.g is not None:
+        domains[roles.g.node] = "log_decay" if roles.decay_form == "log" else "decay"
+    if roles.beta is not None:
+        domains[roles.beta.node] = "beta"
+    decay = "none" if roles.g is None else "channel" if "f" in roles.g.view.labels else "head"
+    named = {"q": roles.q, "k": roles.k, "v": roles.v, "g": roles.g, "beta": roles.beta, "initial_state": roles.state}
+    return Proposal(
+        form="chunk",
+        rule=roles.rule,
+        decay=decay,
+        anchor=old[-1],
+        op=w.op,
+        frontier=[*boundary.tokens, *boundary.states, *boundary.statics],
+        old=old,
+        new=new,
+        inserted=w.inserted,
+        roles={role: None if bound is None else bound.node for role, bound in named.items()},
+        domains=domains,
+        evidence={"nodes": len(boundary.interior), "trial_error": roles.error, "scale": roles.scale},
+    )
+
+
+def _state(exits: Sequence[fx.Node], roles: Roles) -> fx.Node | None:
+    """The exit that is the final state."""
+    return exits[1 - roles.o_at] if roles.final is not None else None

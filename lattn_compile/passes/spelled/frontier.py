@@ -1,0 +1,91 @@
+"""Where a claim of equality begins: values that both the old and the new spelling are functions of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from lattn_compile.passes.spelled.aten import Index
+from lattn_compile.passes.spelled.proposal import NoMatch, Proposal
+
+__all__ = ["frontier_of"]
+
+_MAX_REGION = 20_000
+
+
+def frontier_of(index: Index, proposal: Proposal, needed: Iterable[fx.Node]) -> list[fx.Node]:
+    """The inputs of a proposal: what its new nodes read, and whatever else its old nodes need.
+
+    Args:
+        needed: nodes that the matcher took as given. New nodes may read what these were computed from (a whole sequence
+            where a token was taken as given), so the search goes on upwards from them until it meets such a value.
+    """
+    inserted = set(proposal.inserted)
+    read = {x for n in inserted for x in n.all_input_nodes if x not in inserted}
+    given = set(needed)
+    state = proposal.roles.get("state")
+    while state is not None and state in inserted:
+        state = state.all_input_nodes[0]
+    if state is not None:
+        read.add(state)
+    frontier: dict[fx.Node, None] = {}
+    waiting = list(proposal.old)
+    seen: set[fx.Node] = set()
+    oldest = min((index.order[n] for n in read), default=0)
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if len(seen) > _MAX_REGION:
+            raise NoMatch("TOO_MANY_TERMS", "the region between the inputs and the outputs is too large", node)
+        ends = node.op != "call_function" and node.op != "get_attr"
+        # Above the oldest value that the new nodes read, nothing can lead to one of them.
+        if node in read or ends or (node in given and index.order[node] < oldest):
+            frontier[node] = None
+        else:
+            waiting.extend(node.all_input_nodes)
+    frontier.update(dict.fromkeys(x for x in read if x.op != "get_attr"))
+    return sorted(_independent(index, frontier), key=index.order.__getitem__)
+
+
+def _independent(index: Index, frontier: Iterable[fx.Node]) -> list[fx.Node]:
+    """Values of the frontier that are not computed from others of it."""
+    kept = set(frontier)
+    oldest = min((index.order[n] for n in kept), default=0)
+    above: dict[fx.Node, bool] = {}
+
+    def depends(node: fx.Node) -> bool:
+        """Whether a value of the frontier lies above `node`."""
+        waiting = [node]
+        while waiting:
+            current = waiting[-1]
+            if current in above:
+                waiting.pop()
+                continue
+            inputs = [x for x in current.all_input_nodes if index.order[x] >= oldest]
+            todo = [x for x in inputs if x not in above and x not in kept]
+            if todo and not any(x in kept for x in inputs):
+                waiting.extend(todo)
+                continue
+            above[current] = any(x in kept or above.get(x, False) for x in inputs)
+            waiting.pop()
+        return above[node]
+
+    # Only constants may join a value of the frontier on its way; else the value itself is the better input.
+    return [n for n in kept if not (depends(n) and _closed(index, n, kept))]
+
+
+def _closed(index: Index, node: fx.Node, kept: set[fx.Node]) -> bool:
+    """Whether everything `node` is computed from is a constant or in the frontier."""
+    waiting, seen = list(node.all_input_nodes), set()
+    while waiting:
+        current = waiting.pop()
+        if current in kept or current in seen:
+            continue
+        seen.add(current)
+        if current.op != "call_function" and current.op != "get_attr" or len(seen) > 500:
+            return False
+        waiting.extend(current.all_input_nodes)
+    return True

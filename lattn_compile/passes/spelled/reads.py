@@ -1,0 +1,166 @@
+"""Who reads a state, and whether it lives on.
+
+o = scale · Sᵀ q: a node that contracts the state along one of its axes with something that does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from lattn_compile.passes.spelled.aten import Index, is_tensor, name_of
+from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander
+from lattn_compile.passes.spelled.labels import Axis, flat, is_one, same_size
+from lattn_compile.passes.spelled.proposal import NoMatch
+from lattn_compile.passes.spelled.step import Product, is_view
+from lattn_compile.passes.spelled.terms import Factor, Term, simplify
+from lattn_compile.passes.spelled.writer import value
+
+__all__ = ["Fate", "Read", "fate_of", "find_reads"]
+
+_THROUGH = frozenset(["aten::mul", "aten::multiply", "aten::neg", "aten::div"])
+_CASTS = frozenset(["aten::_to_copy", "aten::to", "prims::convert_element_type"])
+
+
+@dataclass
+class Read:
+    """A contraction of a state.
+
+    Attributes:
+        node: the result. axes: its labels. index: the labels of the state's axes.
+        key_axes: axes of the state that are summed over.
+        scale: coefficient. q: factors that are multiplied in.
+    """
+
+    node: fx.Node
+    axes: list[Axis]
+    index: tuple[Axis, ...]
+    key_axes: list[int]
+    scale: float
+    q: tuple[Factor, ...]
+
+
+def find_reads(index: Index, state: fx.Node, exclude: Collection[fx.Node]) -> tuple[list[Read], bool]:
+    """The reads of `state`, and whether anything else uses it.
+
+    Args:
+        exclude: nodes whose use of the state is another's business (the next update and all that leads to it).
+    """
+    reads: list[Read] = []
+    others = False
+    waiting: list[tuple[fx.Node, frozenset[fx.Node]]] = [(state, frozenset())]
+    seen: set[fx.Node] = set()
+    while waiting:
+        node, path = waiting.pop()
+        for user in index.users(node):
+            if user in exclude or user in seen:
+                continue
+            seen.add(user)
+            along = path | {user}
+            read = _as_read(index, state, user, along)
+            if read is not None:
+                reads.append(read)
+            elif len(along) < 12 and is_tensor(user) and (is_view(user) or name_of(user) in _THROUGH | _CASTS):
+                if user.users:
+                    waiting.append((user, along))
+            else:
+                others = True
+    reads.sort(key=lambda r: index.order[r.node])
+    return reads, others
+
+
+def _as_read(index: Index, state: fx.Node, node: fx.Node, path: frozenset[fx.Node]) -> Read | None:
+    if not is_tensor(node) or is_view(node) or name_of(node) in _THROUGH and not _shrinks(state, node):
+        return None
+    for depth in (VIEWS, PRODUCTS):
+        try:
+            expr = simplify(Expander(index, state, path, depth).expand(node))
+        except NoMatch:
+            return None
+        if len(expr.terms) != 1:
+            return None
+        (term,) = expr.terms
+        read = _from_term(node, expr.axes, term, state)
+        if read is not None:
+            return read
+    return None
+
+
+def _shrinks(state: fx.Node, node: fx.Node) -> bool:
+    """A product with a singleton axis of the other operand is a contraction where that axis of the state is 1."""
+    return len([n for n in value(node).shape if not is_one(n)]) < len([n for n in value(state).shape if not is_one(n)])
+
+
+def _from_term(node: fx.Node, axes: list[Axis], term: Term, state: fx.Node) -> Read | None:
+    of_state = [f for f in term.factors if f.node is state]
+    if len(of_state) != 1 or any(isinstance(a, int) for a in of_state[0].index):
+        return None
+    (factor,) = of_state
+    rest = tuple(f for f in term.factors if f is not factor)
+    free = {label for axis in axes for label in flat(axis)}
+    labels = factor.labels()
+    summed = [x for x in labels if x not in free]
+    if not summed or not free <= set(labels) or len(labels) != len(set(labels)):
+        return None
+    index = tuple(a for a in factor.index if not isinstance(a, int))
+    key_axes = [i for i, a in enumerate(index) if flat(a) and set(flat(a)) <= set(summed)]
+    if len(key_axes) != 1 or set(flat(index[key_axes[0]])) != set(summed):
+        return None
+    if not any(set(f.labels()) & set(summed) for f in rest):
+        return None  # a plain sum reads with no query
+    return Read(node, axes, index, key_axes, term.coefficient, rest)
+
+
+@dataclass
+class Fate:
+    """What becomes of a state: `escapes` (an output, or written back to an input), or `blocked` by a node that is no
+    copy of it."""
+
+    escapes: bool
+    blocked: fx.Node | None
+
+
+_KEEPING = frozenset(
+    f"aten::{name}"
+    for name in (
+        "stack cat copy_ copy index_put index_put_ index_copy index_copy_ scatter select_scatter slice_scatter "
+        "scatter_ index_add repeat expand select_scatter as_strided masked_scatter unbind split concat concatenate "
+        "hstack vstack"
+    ).split()
+) | {"getitem", "output"}
+
+
+def fate_of(index: Index, state: fx.Node, exclude: Collection[fx.Node]) -> Fate:
+    """Follows copies of a state through the graph."""
+    blocked: fx.Node | None = None
+    waiting, seen = [state], {state}
+    while waiting:
+        node = waiting.pop()
+        for user in index.users(node):
+            if user in seen or user in exclude:
+                continue
+            seen.add(user)
+            name = name_of(user)
+            if user.op == "output" or name in ("aten::copy_", "aten::index_copy_", "aten::index_put_"):
+                return Fate(True, None)
+            if isinstance(user.target, torch._ops.HigherOrderOperator) or user.op == "call_module":
+                return Fate(True, None)
+            if is_view(user) or name in _KEEPING or name in _CASTS:
+                waiting.append(user)
+            elif blocked is None and is_tensor(user) and _same_elements(user, state):
+                blocked = user
+    return Fate(False, blocked)
+
+
+def _same_elements(a: fx.Node, b: fx.Node) -> bool:
+    x = sorted((n for n in value(a).shape if not is_one(n)), key=str)
+    y = sorted((n for n in value(b).shape if not is_one(n)), key=str)
+    return len(x) == len(y) and all(same_size(m, n) for m, n in zip(x, y, strict=True))
+
+
+def query_of(read: Read) -> Product:
+    """The query as a product; its coefficient is the read's scale."""
+    return Product(1.0, read.q)

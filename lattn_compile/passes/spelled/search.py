@@ -1,0 +1,131 @@
+"""Search a functional ATen graph for spelled-out recurrences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch
+from torch import fx
+
+from lattn_compile.passes.spelled.aten import Index, name_of
+from lattn_compile.passes.spelled.build import build, role_nodes
+from lattn_compile.passes.spelled.chain import Chain, Link, find_chains
+from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal
+from lattn_compile.passes.spelled.stacks import simplify_stacks
+
+__all__ = ["Found", "commit", "find", "region_of", "tidy"]
+
+
+@dataclass
+class Found:
+    """Proposals, standing in their graphs, and near misses."""
+
+    proposals: list[Proposal] = field(default_factory=list)
+    misses: list[NearMiss] = field(default_factory=list)
+
+
+def find(gm: fx.GraphModule, taken: set[fx.Node] | None = None) -> Found:
+    """Steps and loops of one graph. What it proposes stands in the graph, unused."""
+    found = Found()
+    index = Index(gm.graph)
+    chains, found.misses = find_chains(index, taken or set())
+    for chain in chains:
+        for piece in _without_feedback(index, chain):
+            try:
+                found.proposals.append(build(index, piece))
+            except NoMatch as error:
+                found.misses.append(error.at(piece.links[-1].step.update, steps=len(piece.links)))
+    return found
+
+
+def _without_feedback(index: Index, chain: Chain) -> list[Chain]:
+    """A chain cut before every token whose inputs depend on an earlier token's output."""
+    needed = [max((index.order[n] for n in role_nodes(link)), default=0) for link in chain.links]
+    last = max(needed)
+    pieces: list[Chain] = []
+    links: list[Link] = []
+    below: set[fx.Node] = set()
+    root = chain.root
+    for link in chain.links:
+        if links and any(n in below for n in role_nodes(link)):
+            pieces.append(Chain(links, root, chain.state_dtype))
+            root, links, below = link.step.root, [], set()
+        links.append(link)
+        _descend(index, [link.stored, *([link.read.node] if link.read else [])], last, below)
+    return [*pieces, Chain(links, root, chain.state_dtype)]
+
+
+def _descend(index: Index, nodes: list[fx.Node], last: int, below: set[fx.Node]) -> None:
+    waiting = [n for n in nodes if n not in below]
+    below.update(waiting)
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in below and index.order.get(user, last + 1) <= last:
+                below.add(user)
+                waiting.append(user)
+
+
+def restore_order(graph: fx.Graph) -> None:
+    """Stable topological order: a node that came before one of its inputs moves behind it."""
+    placed: set[fx.Node] = set()
+    blocked: dict[fx.Node, list[fx.Node]] = {}
+    cursor: fx.Node | None = None
+
+    def place(node: fx.Node) -> None:
+        nonlocal cursor
+        waiting = [node]
+        while waiting:
+            current = waiting.pop()
+            missing = next((x for x in current.all_input_nodes if x not in placed), None)
+            if missing is not None:
+                blocked.setdefault(missing, []).append(current)
+                continue
+            if cursor is not None and current.prev is not cursor:
+                cursor.append(current)
+            cursor = current
+            placed.add(current)
+            waiting.extend(reversed(blocked.pop(current, [])))
+
+    for node in list(graph.nodes):
+        place(node)
+
+
+
+
+def region_of(proposal: Proposal) -> list[fx.Node]:
+    """The spelled-out nodes between a proposal's frontier and what it replaces, in graph order."""
+    frontier, inserted = set(proposal.frontier), set(proposal.inserted)
+    seen: set[fx.Node] = set()
+    waiting = [n for n in proposal.old if n not in frontier]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(x for x in node.all_input_nodes if x not in frontier and x.op == "call_function")
+    return [n for n in proposal.anchor.graph.nodes if n in seen and n not in inserted]
+
+
+def commit(proposal: Proposal) -> None:
+    """Put the replacement in use. The old nodes stay, for `tidy` to take away what nothing needs."""
+    for old, new in zip(proposal.old, proposal.new, strict=True):
+        old.replace_all_uses_with(new)
+
+
+def tidy(gm: fx.GraphModule, ops: list[fx.Node]) -> None:
+    """Order the graph again, drop what nothing uses, and put outputs together that a loop put together token by token."""
+    graph = gm.graph
+    restore_order(graph)
+    graph.eliminate_dead_code(_has_effect)
+    outputs = [u for op in ops for u in op.users if name_of(u) == "getitem"]
+    simplify_stacks(gm, outputs)
+    graph.eliminate_dead_code(_has_effect)
+
+
+def _has_effect(node: fx.Node) -> bool:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        # A random op that nobody uses still moves the generator.
+        return target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+    return isinstance(target, torch._ops.HigherOrderOperator) or bool(node.is_impure())

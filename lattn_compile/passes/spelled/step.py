@@ -1,0 +1,604 @@
+"""One token's update of a recurrent state, recognised by what it computes.
+
+    S' = D ∘ S + w ⊗ u − e ⊗ (rᵀ (D ∘ S))
+
+A candidate is an addition that an outer product flows into. It is expanded multilinearly in the previous state; the
+terms are then *proved* to be a decay, a rank-one write, and an erase that reads along the key it writes along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from lattn_compile.passes.spelled.aten import Index, arguments, is_tensor, name_of, widens
+from lattn_compile.passes.spelled.expand import PRODUCTS, SELECTS, VIEWS, Expander
+from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, same_size, unify
+from lattn_compile.passes.spelled.proposal import NoMatch
+from lattn_compile.passes.spelled.terms import Expr, Factor, Term, frozenset_of, simplify
+from lattn_compile.passes.spelled.writer import value
+
+__all__ = ["Product", "Step", "candidates", "is_view", "match_step", "path_between", "roots_of"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """coefficient · Π factors."""
+
+    coefficient: float = 1.0
+    factors: tuple[Factor, ...] = ()
+
+
+@dataclass
+class Step:
+    """One matched update.
+
+    Attributes:
+        update: the new state; root: the previous one.
+        path: nodes from root to update, both excluded from use by others if the update is to go away.
+        batch, key, column: labels of the state: sequences and heads, K, V.
+        axes: of the update; root_index: labels of the root's axes.
+        decay_terms: D as a sum of products; one product of coefficient 1 without factors is no decay.
+        k, beta: products; v: a sum of products. beta None is 1.
+        rounded: dtype to which the previous state was rounded for storage, if so.
+    """
+
+    update: fx.Node
+    root: fx.Node
+    path: set[fx.Node]
+    rule: str
+    axes: list[Axis]
+    root_index: tuple[Axis, ...]
+    batch: list[Label]
+    key: list[Label]
+    column: list[Label]
+    decay_terms: list[Product]
+    k: Product
+    v: list[Product]
+    beta: Product | None
+    depth: int = 0
+    failure: NoMatch | None = None
+
+    @property
+    def decay(self) -> str:
+        labels = {label for p in self.decay_terms for f in p.factors for label in f.labels()}
+        if labels & set(self.keys()):
+            return "channel"
+        plain = len(self.decay_terms) == 1 and not self.decay_terms[0].factors
+        return "none" if plain and self.decay_terms[0].coefficient == 1.0 else "head"
+
+    def keys(self) -> list[Label]:
+        return flat(self.key)
+
+
+# Candidates.
+
+_ADDITIONS = frozenset(
+    ["aten::add", "aten::sub", "aten::subtract", "aten::rsub", "aten::addcmul", "aten::baddbmm", "aten::addmm"]
+    + ["aten::addr", "aten::lerp"]
+)
+_FUSED = frozenset(["aten::addcmul", "aten::baddbmm", "aten::addmm", "aten::addr"])
+_VIEWS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "view _unsafe_view reshape flatten unflatten squeeze unsqueeze permute transpose t mT movedim moveaxis swapaxes "
+        "swapdims expand clone contiguous alias positive _reshape_alias numpy_T adjoint mH view_as reshape_as"
+    ).split()
+)
+_CASTS = frozenset(["aten::_to_copy", "aten::to", "prims::convert_element_type", "aten::type_as"])
+_SCALINGS = frozenset(["aten::mul", "aten::div", "aten::neg", "aten::multiply"])
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node holds the very values of its first argument."""
+    name = name_of(node)
+    if name == "aten::slice":
+        source = value(node.args[0])
+        return all(same_size(a, b) for a, b in zip(source.shape, value(node).shape, strict=True))
+    if name in _CASTS:
+        return is_tensor(node.args[0]) and value(node.args[0]).dtype == value(node).dtype
+    return name in _VIEWS
+
+
+def _shape(node: fx.Node) -> Sequence[object]:
+    return value(node).shape  # type: ignore[no-any-return]
+
+
+def _full_size(x: object, like: fx.Node) -> bool:
+    """Whether operand `x` of `like` has all its elements, apart from axes of size 1."""
+    if not is_tensor(x):
+        return False
+    a = [n for n in _shape(x) if not is_one(n)]  # type: ignore[arg-type]
+    b = [n for n in _shape(like) if not is_one(n)]
+    return len(a) == len(b) and all(same_size(m, n) for m, n in zip(sorted(a, key=str), sorted(b, key=str)))
+
+
+def _is_outer(node: fx.Node) -> bool:
+    """Whether a node makes an outer product: every operand lacks an axis that the result has."""
+    name = name_of(node)
+    if name in ("aten::outer", "aten::ger", "aten::addr"):
+        return True
+    if name in ("aten::mul", "aten::multiply", "aten::addcmul"):
+        pair = node.args[1:3] if name == "aten::addcmul" else node.args[:2]
+        if not all(is_tensor(x) for x in pair) or len(pair) < 2:
+            return False
+        out = _shape(node)
+        return all(_lacks(_shape(x), out) for x in pair)  # type: ignore[arg-type]
+    if name in ("aten::matmul", "aten::bmm", "aten::mm", "aten::baddbmm", "aten::addmm"):
+        pair = node.args[1:3] if name in _FUSED else node.args[:2]
+        if not all(is_tensor(x) for x in pair):
+            return False
+        x, y = (_shape(p) for p in pair)  # type: ignore[arg-type]
+        return len(x) > 1 and len(y) > 1 and is_one(x[-1]) and not is_one(x[-2]) and not is_one(y[-1])
+    if name == "aten::einsum":
+        left, _, right = node.args[0].replace(" ", "").replace("...", "").partition("->")  # type: ignore[union-attr]
+        subscripts = left.split(",")
+        # A letter that is summed over has to be of size 1 to be none; that is left to the expansion.
+        return len(subscripts) > 1 and all(set(right) - set(s) for s in subscripts)
+    return False
+
+
+def _lacks(shape: Sequence[object], out: Sequence[object]) -> bool:
+    padded = [1] * (len(out) - len(shape)) + list(shape)
+    return any(is_one(n) and not is_one(m) for n, m in zip(padded, out, strict=True))
+
+
+def candidates(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """For each outer product that is added to something of its own size, the additions it may end in, largest first."""
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or not is_tensor(node) or not _is_outer(node):
+            continue
+        for addition in [node] if name_of(node) in _FUSED else _additions(node):
+            if addition in seen or not is_tensor(addition):
+                continue
+            seen.add(addition)
+            ladder = [addition]
+            while len(ladder) < 4 and (above := _only_addition(ladder[-1])) is not None:
+                ladder.append(above)
+            yield ladder[::-1]
+
+
+def _additions(seed: fx.Node) -> list[fx.Node]:
+    """The additions that `seed` flows into through views and scalings."""
+    found: list[fx.Node] = []
+    waiting = [(seed, 0)]
+    while waiting:
+        node, steps = waiting.pop()
+        for user in node.users:
+            if name_of(user) in _ADDITIONS and _full_size(node, user):
+                found.append(user)
+            elif steps < 8 and (is_view(user) or (name_of(user) in _SCALINGS and _full_size(node, user))):
+                waiting.append((user, steps + 1))
+    return found
+
+
+def _only_addition(node: fx.Node) -> fx.Node | None:
+    while len(node.users) == 1:
+        (user,) = node.users
+        if name_of(user) in _ADDITIONS and _full_size(node, user):
+            return user
+        if not is_view(user):
+            return None
+        node = user
+    return None
+
+
+# Roots.
+
+_CONSTANTS = frozenset(
+    f"aten::{name}" for name in "zeros new_zeros zeros_like full new_full full_like ones new_ones ones_like".split()
+)
+
+
+def is_zero(node: fx.Node) -> bool:
+    name = name_of(node)
+    if name in ("aten::zeros", "aten::new_zeros", "aten::zeros_like"):
+        return True
+    return name in ("aten::full", "aten::new_full", "aten::full_like") and arguments(node).get("fill_value") == 0
+
+
+def roots_of(update: fx.Node, states: dict[fx.Node, object]) -> list[fx.Node]:
+    """What the previous state may be: where the operands of full size lead to, earlier states first."""
+    found: list[fx.Node] = []
+    waiting, seen = [update], {update}
+    while waiting:
+        node = waiting.pop()
+        operands = [] if node in states and node is not update else _carriers(node)
+        if not operands:
+            if node is not update:
+                found.append(node)
+            continue
+        for x in operands:
+            if x not in seen:
+                seen.add(x)
+                waiting.append(x)
+
+    def rank(node: fx.Node) -> int:
+        origin = stored_origin(node)
+        if origin in states:
+            return 0
+        if node.op in ("placeholder", "get_attr") or name_of(node) in _CONSTANTS:
+            return 1
+        return 2 if origin.op in ("placeholder", "get_attr") or name_of(origin) in _CONSTANTS else 3
+
+    return sorted(dict.fromkeys(found), key=rank)
+
+
+def _carriers(node: fx.Node) -> list[fx.Node]:
+    """Operands that a state may have come through."""
+    name = name_of(node)
+    if is_view(node):
+        return [node.args[0]]  # type: ignore[list-item]
+    if name in _CASTS:
+        source = node.args[0]
+        exact = is_tensor(source) and widens(value(source).dtype, value(node).dtype)
+        return [source] if exact else []  # type: ignore[list-item]
+    if name == "aten::einsum":
+        return [x for x in node.args[1] if _full_size(x, node)]  # type: ignore[misc, union-attr]
+    carrying = _ADDITIONS | _SCALINGS | {"aten::matmul", "aten::bmm", "aten::mm"}
+    if name not in carrying or _is_outer(node) and name not in _FUSED:
+        return []
+    return [x for x in node.args[:2] if isinstance(x, fx.Node) and _full_size(x, node)]
+
+
+def stored_origin(node: fx.Node) -> fx.Node:
+    """The value that a state was stored from: views and casts, roundings included, are gone back through."""
+    while is_view(node) or name_of(node) in _CASTS:
+        if not is_tensor(node.args[0]):
+            break
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def path_between(index: Index, root: fx.Node, update: fx.Node) -> set[fx.Node]:
+    """Nodes that depend on `root` and that `update` depends on, `update` included."""
+    last = index.order[update]
+    below, waiting = {root}, [root]
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in below and index.order[user] <= last:
+                below.add(user)
+                waiting.append(user)
+    path, waiting = set(), [update]
+    while waiting:
+        node = waiting.pop()
+        if node in below and node not in path and node is not root:
+            path.add(node)
+            waiting.extend(node.all_input_nodes)
+    return path
+
+
+# Matching.
+
+
+class NeedsMatrix(Exception):
+    """A factor holds two axes that have to be told apart: look into it."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+
+
+def match_step(index: Index, update: fx.Node, root: fx.Node, key_axis: int | None = None) -> Step:
+    """Prove that `update` is one step from `root`. Raises NoMatch saying how far it came.
+
+    Args:
+        key_axis: the axis of `update` that is read along, which an additive rule does not say itself.
+    """
+    path = path_between(index, root, update)
+    if update not in path:
+        raise NoMatch("NOT_A_STATE", "the update does not depend on it", root)
+    best: NoMatch | None = None
+    for depth in (VIEWS, PRODUCTS, SELECTS):
+        matrices: set[fx.Node] = set()
+        for _ in range(12):
+            try:
+                expr = simplify(Expander(index, root, path, depth, matrices).expand(update))
+                return _classify(expr, index, update, root, path, depth, key_axis)
+            except NeedsMatrix as needed:
+                if needed.node in matrices:
+                    best = best or NoMatch("NOT_RANK_ONE", f"{needed.node.name} is no outer product", needed.node)
+                    break
+                matrices.add(needed.node)
+            except NoMatch as error:
+                best = error if best is None or error.code == "BETA_ONE_SIDE" else best
+                break
+        else:
+            best = best or NoMatch("TOO_MANY_TERMS", "the update is a sum of too many products", update)
+        if best is not None and best.code in ("STATE_OP", "STATE_ROUNDED", "ARITHMETIC_DTYPE", "BETA_ONE_SIDE"):
+            break
+    assert best is not None
+    raise best
+
+
+def _is_root(f: Factor, root: fx.Node) -> bool:
+    return f.node is root
+
+
+def _classify(
+    expr: Expr,
+    index: Index,
+    update: fx.Node,
+    root: fx.Node,
+    path: set[fx.Node],
+    depth: int,
+    key_axis: int | None,
+) -> Step:
+    free = expr.free()
+    of_state, writes = [], []
+    for term in expr.terms:
+        roots = [f for f in term.factors if _is_root(f, root)]
+        if len(roots) > 1:
+            raise NoMatch("STATE_NONLINEAR", "the update is of second order in the state", update)
+        (of_state if roots else writes).append(term)
+    if not of_state:
+        raise NoMatch("NOT_A_STATE", "the previous state cancels out", update)
+    decays, erases = [], []
+    for term in of_state:
+        labels = _root_factor(term, root).labels()
+        (decays if set(labels) == set(free) and len(labels) == len(free) else erases).append(term)
+    for term in erases:
+        _look_into_matrices(term, root, set(free))
+    if not decays:
+        raise NoMatch("STATE_MIXED", "no term carries the state over as it is", update)
+    order = _root_factor(decays[0], root).labels()
+    if any(_root_factor(t, root).labels() != order for t in decays):
+        raise NoMatch("STATE_MIXED", "the state is carried over transposed", update)
+    if not writes:
+        raise NoMatch("NO_WRITE", "nothing is written to the state", update)
+
+    key, renames = _key_labels(expr, erases, order, root, update, key_axis, decays)
+    decay_terms = [Product(t.coefficient, _without(t, root)) for t in decays]
+    step = Step(
+        update=update,
+        root=root,
+        path=path,
+        rule="delta" if erases else "additive",
+        axes=expr.axes,
+        root_index=tuple(a for a in _root_factor(decays[0], root).index if not isinstance(a, int)),
+        batch=[],
+        key=key,
+        column=[],
+        decay_terms=decay_terms,
+        k=Product(),
+        v=[],
+        beta=None,
+        depth=depth,
+    )
+    step.column = _column(step, free, writes, order)
+    step.batch = [x for x in free if x not in step.key and x not in step.column]
+    columns = set(step.column)
+    for p in decay_terms:
+        if any(columns & set(f.labels()) for f in p.factors):
+            raise NoMatch("DECAY_AXIS", "the decay depends on the value axis of the state", update)
+    if erases:
+        _prove_delta(step, erases, writes, renames, root)
+        if step.beta is None and depth == VIEWS:
+            _refuse_hidden_beta(step, index)
+    else:
+        _split_additive(step, writes)
+    return step
+
+
+def _root_factor(term: Term, root: fx.Node) -> Factor:
+    return next(f for f in term.factors if _is_root(f, root))
+
+
+def _without(term: Term, root: fx.Node) -> tuple[Factor, ...]:
+    return tuple(f for f in term.factors if not _is_root(f, root))
+
+
+def _look_into_matrices(term: Term, root: fx.Node, free: set[Label]) -> None:
+    """A factor with a summed and an unsummed axis of the state is a transition matrix."""
+    state = set(_root_factor(term, root).labels())
+    for f in _without(term, root):
+        labels = set(f.labels())
+        if labels & (state - free) and labels & (free - state):
+            raise NeedsMatrix(f.node)
+
+
+def _key_labels(
+    expr: Expr,
+    erases: list[Term],
+    order: list[Label],
+    root: fx.Node,
+    update: fx.Node,
+    key_axis: int | None,
+    decays: list[Term],
+) -> tuple[list[Label], list[dict[Label, Label]]]:
+    """Labels of K, and for each erase what its summed labels are called outside."""
+    free = set(expr.free())
+    renames: list[dict[Label, Label]] = []
+    for term in erases:
+        labels = _root_factor(term, root).labels()
+        if len(labels) != len(order):
+            raise NoMatch("STATE_MIXED", "the erase reads other axes than the state has", update)
+        summed = {a: b for a, b in zip(labels, order, strict=True) if a is not b}
+        if not summed or any(a in free for a in summed):
+            raise NoMatch("STATE_MIXED", "the state is mixed along an axis that no key runs along", update)
+        renames.append(summed)
+    if renames:
+        keys = set(renames[0].values())
+        if any(set(r.values()) != keys for r in renames):
+            raise NoMatch("STATE_MIXED", "two erases read along different axes", update)
+        return [x for x in expr.free() if x in keys], renames
+    if key_axis is not None:
+        return flat(expr.axes[key_axis]), []
+    # Nothing reads the state: a decay per channel tells K, else the order of the axes does.
+    labels = {x for t in decays for f in t.factors if not _is_root(f, root) for x in f.labels()}
+    wide = [axis for axis in expr.axes if flat(axis)]
+    if len(wide) < 2:
+        raise NoMatch("NOT_A_STATE", "the state has no two axes", update)
+    return (flat(wide[-1]) if labels & set(flat(wide[-1])) else flat(wide[-2])), []
+
+
+def _column(step: Step, free: list[Label], writes: list[Term], order: list[Label]) -> list[Label]:
+    """Labels of V: of what is written and of nothing that reads, erases or decays, the last axis of the state."""
+    keys = set(step.key)
+    # A factor that runs along K carries heads too; what none of those carries can be V.
+    along_key = {x for t in writes for f in t.factors if keys & set(f.labels()) for x in f.labels()}
+    scale = {x for p in step.decay_terms for f in p.factors for x in f.labels()}
+    rest = [x for x in free if x not in keys and x not in along_key and x not in scale]
+    written = {x for t in writes for x in t.labels()}
+    for axis in reversed(step.axes):
+        labels = [x for x in flat(axis) if x in rest and x in written]
+        if labels:
+            if len(labels) != len(flat(axis)):
+                labels = labels[-1:]
+            return labels
+    for axis in reversed(step.axes):  # the decay is on it: say so later
+        labels = [x for x in flat(axis) if x not in keys]
+        if labels and not set(labels) & along_key:
+            return labels
+    for t in writes:
+        for f in t.factors:
+            if keys & set(f.labels()) and set(f.labels()) - keys:
+                raise NeedsMatrix(f.node)
+    raise NoMatch("NOT_RANK_ONE", "what is written is no outer product of a key and a value", step.update)
+
+
+@dataclass
+class _Split:
+    """Factors of one product by the axes they run along."""
+
+    key: list[Factor]
+    column: list[Factor]
+    scalar: list[Factor]
+
+
+def split_product(factors: Iterable[Factor], keys: set[Label], columns: set[Label]) -> _Split:
+    out = _Split([], [], [])
+    for f in factors:
+        labels = set(f.labels())
+        if labels & keys and labels & columns:
+            raise NeedsMatrix(f.node)
+        (out.key if labels & keys else out.column if labels & columns else out.scalar).append(f)
+    return out
+
+
+def _keys_of(factors: Iterable[Factor], rename: dict[Label, Label] | None = None) -> frozenset[tuple[object, int]]:
+    return frozenset_of(f.key(rename) for f in factors)  # type: ignore[arg-type]
+
+
+def _take(from_: list[Factor], what: Iterable[Factor]) -> list[Factor] | None:
+    """`from_` without `what`, as multisets; None if something is missing."""
+    rest = list(from_)
+    for f in what:
+        hit = next((g for g in rest if g.key() == f.key()), None)
+        if hit is None:
+            return None
+        rest.remove(hit)
+    return rest
+
+
+def _prove_delta(
+    step: Step, erases: list[Term], writes: list[Term], renames: list[dict[Label, Label]], root: fx.Node
+) -> None:
+    if len(step.decay_terms) > 1:
+        raise NoMatch("DECAY_FORM", "the decay of a delta rule is a sum of terms", step.update)
+    if len(erases) > 1:
+        raise NoMatch("NOT_RANK_ONE", "more than one erase", step.update)
+    (decay,), (erase,), (rename,) = step.decay_terms, erases, renames
+    keys, columns = set(step.key), set(step.column)
+    # An erase reads the decayed state: its factors hold the decay, along the summed axis.
+    inner = {outer: summed for summed, outer in rename.items()}
+    factors = _take(list(_without(erase, root)), [f.renamed(inner) for f in decay.factors])
+    if factors is None:
+        raise NoMatch("DECAY_ORDER", "the erase does not read the decayed state", step.update)
+    read = [f for f in factors if set(f.labels()) & set(rename)]
+    outside = [f for f in factors if f not in read]
+    for f in read:
+        if set(f.labels()) & (keys | columns):
+            raise NeedsMatrix(f.node)
+    parts = split_product(outside, keys, columns)
+    if parts.column:
+        raise NoMatch("STATE_MIXED", "the erase depends on the value axis", step.update)
+    if _keys_of(read, rename) != _keys_of(parts.key):
+        raise NoMatch("KEYS_DIFFER", "the state is erased along another key than it is read along", step.update)
+    if decay.coefficient == 0.0:
+        raise NoMatch("DECAY_RANGE", "the decay is zero", step.update)
+    strength = -erase.coefficient / decay.coefficient
+    values: list[Product] = []
+    key, beta = None, None
+    for term in writes:
+        w = split_product(term.factors, keys, columns)
+        if _keys_of(w.key) != _keys_of(parts.key):
+            raise NoMatch("KEYS_DIFFER", "the state is written along another key than it is erased along", step.update)
+        norms, rest = _shared_scalars(parts.scalar, w.scalar, step)
+        found = (tuple(parts.key + norms), tuple(rest))
+        if (key, beta) == (None, None):
+            key, beta = found
+        elif (_keys_of(key or ()), _keys_of(beta or ())) != (_keys_of(found[0]), _keys_of(found[1])):
+            raise NoMatch("NOT_RANK_ONE", "two writes along different keys", step.update)
+        if not w.column:
+            raise NoMatch("NOT_RANK_ONE", "a write without a value", step.update)
+        if abs(term.coefficient / strength - 1.0) > 1e-12 and len(writes) == 1:
+            raise NoMatch("BETA_ONE_SIDE", "write and erase have different strengths", step.update)
+        values.append(Product(term.coefficient / strength, tuple(w.column)))
+    if strength <= 0.0:
+        raise NoMatch("ERASE_SIGN", "the erase adds what it should take away", step.update)
+    step.k, step.v = Product(1.0, key or ()), values
+    step.beta = None if not beta and strength == 1.0 else Product(strength, beta or ())
+
+
+def _shared_scalars(erase: list[Factor], write: list[Factor], step: Step) -> tuple[list[Factor], list[Factor]]:
+    """(norms, beta): the erase carries norms² · beta, the write norms · beta; nothing else is allowed."""
+    doubled: list[Factor] = []
+    rest = list(erase)
+    for f in erase:
+        once = _take(rest, [f])
+        twice = None if once is None else _take(once, [f])
+        if twice is not None:
+            doubled.append(f)
+            rest = twice
+    for n in range(len(doubled), -1, -1):
+        norms = doubled[:n]
+        beta = _take(erase, norms + norms)
+        if beta is not None and _take(write, norms + beta) == []:
+            return norms, beta
+    raise NoMatch("BETA_ONE_SIDE", "a factor stands on the write or on the erase only", step.update)
+
+
+def _refuse_hidden_beta(step: Step, index: Index) -> None:
+    """Without a beta, a value that is itself scaled per head is a beta on the write alone."""
+    heads = set(step.batch)
+    for p in step.v:
+        for f in p.factors:
+            inside = Expander(index, None, (), PRODUCTS).expand(f.node)
+            for term in inside.terms:
+                if len(term.factors) > 1 and any(len(g.labels()) < len(f.labels()) for g in term.factors if heads):
+                    scalars = [g for g in term.factors if not _runs_along(g, inside, f, step)]
+                    if scalars:
+                        raise NoMatch("BETA_ONE_SIDE", "a factor stands on the write only", step.update)
+
+
+def _runs_along(g: Factor, inside: Expr, outside: Factor, step: Step) -> bool:
+    """Whether a factor of an expanded value runs along the state's V axis."""
+    columns = set(step.column)
+    for axis, labels in zip(outside.index, inside.axes, strict=True):
+        if not isinstance(axis, int) and set(flat(axis)) & columns:
+            return bool(set(flat(labels)) & set(g.labels()))
+    return True
+
+
+def _split_additive(step: Step, writes: list[Term]) -> None:
+    keys, columns = set(step.key), set(step.column)
+    splits = [(t, split_product(t.factors, keys, columns)) for t in writes]
+    first = splits[0][1]
+    for _, s in splits:
+        if not s.key or not s.column:
+            raise NoMatch("NOT_RANK_ONE", "what is written is no outer product of a key and a value", step.update)
+        if _keys_of(s.key) != _keys_of(first.key) or _keys_of(s.scalar) != _keys_of(first.scalar):
+            raise NoMatch("NOT_RANK_ONE", "two writes along different keys", step.update)
+    step.k = Product(1.0, tuple(first.key))
+    step.beta = Product(1.0, tuple(first.scalar)) if first.scalar else None
+    step.v = [Product(t.coefficient, tuple(s.column)) for t, s in splits]
+
+
+def relabel(step: Step, axes: Sequence[Axis]) -> None:
+    """Call the labels of a step's state as another step does."""
+    for mine, theirs in zip(step.axes, axes, strict=True):
+        unify(mine, theirs)

@@ -1,0 +1,108 @@
+"""Random spellings are recognised and equal; random near misses are never rewritten into something else.
+
+`LATTN_PROPERTY_CASES=2000` runs the whole number; the default is what CI has time for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.passes.spelled.generator import Spelling, spellings
+from tests.passes.spelled.harness import copies, gradients, recurrence, rewrite_graph, worst_error
+from tests.passes.spelled.registry import Args, make_args
+
+CASES = int(os.environ.get("LATTN_PROPERTY_CASES", "150"))
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# One case in this many goes through torch.export, which takes longer than make_fx.
+EXPORTED = 10
+
+
+def _arguments(spelling: Spelling, seed: int) -> Args:
+    tokens, decay, options = spelling.arguments()
+    return Args(*(x.requires_grad_() for x in make_args(tokens, decay, **options, seed=seed)))
+
+
+def _differs(spelling: Spelling, args: Args) -> bool:
+    """A mutation that changes nothing here (one token, one head) is no near miss."""
+    own, plain = copies(args), copies(args)
+    got, want = spelling(*own), recurrence(**spelling.meaning(Args(*plain)))
+    if any(a.shape != b.shape for a, b in zip(got, want, strict=True)) or worst_error(got, want) > 1e-6:
+        return True
+    return worst_error(gradients(got, own), gradients(want, plain)) > 1e-6
+
+
+def _check(spelling: Spelling, seed: int, via: str, tally: Counter[str], missed: list[str]) -> None:
+    args = _arguments(spelling, seed)
+    equivalent = not _differs(spelling, args) if spelling.mutation else True
+    tolerance = 1e-5 if spelling.dtype == "float32" else 1e-9
+
+    rewritten, report = rewrite_graph(spelling, args, via)
+    own, original = copies(args), copies(args)
+    got, want = rewritten(*own), spelling(*original)
+    error = worst_error(got, want)
+    assert error < tolerance, f"wrong rewrite by {error:.1e}: {spelling}\n{report}"
+    if spelling.mutation is None:
+        # Rounding is straight-through in the op and not in the spelling: the plain loop knows the gradient.
+        plain = copies(args)
+        want_grads = gradients(recurrence(**spelling.meaning(Args(*plain))), plain)
+    else:
+        want_grads = gradients(want, original)
+    if report.rewritten or spelling.stored == "none":
+        error = worst_error(gradients(got, own), want_grads)
+        assert error < tolerance, f"wrong gradients by {error:.1e}: {spelling}\n{report}"
+
+    if not equivalent:
+        tally["near misses"] += 1
+        tally["near misses left"] += not report.rewritten
+        return
+    if spelling.mutation:
+        return
+    tally["equivalent"] += 1
+    kinds = {(s.rule, s.decay, s.verdict) for s in report.sites}
+    if kinds == {(spelling.rule, spelling.decay, "rewritten")} and not report.unmatched:
+        tally["recognised"] += 1
+    else:
+        missed.append(f"via {via}: {spelling}: {sorted(kinds)} {[u.reason.code for u in report.unmatched]}")
+
+
+def test_random_spellings_are_recognised_and_no_rewrite_is_wrong() -> None:
+    tally: Counter[str] = Counter()
+    missed: list[str] = []
+
+    @settings(
+        max_examples=CASES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(spellings(), st.integers(0, 2**31), st.integers(1, EXPORTED))
+    def run(spelling: Spelling, seed: int, die: int) -> None:
+        _check(spelling, seed, "export" if die == EXPORTED else "make_fx", tally, missed)
+
+    run()
+    print(dict(tally))
+    assert tally["near misses"] > 0.2 * CASES
+    assert tally["recognised"] >= 0.98 * tally["equivalent"], "\n".join([str(dict(tally)), *missed[:20]])
+
+
+@settings(max_examples=CASES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(spellings(), st.integers(0, 2**31))
+def test_a_random_spelling_is_the_recurrence(spelling: Spelling, seed: int) -> None:
+    """The generator itself: without a mutation its values and gradients are those of the plain loop."""
+    args = _arguments(spelling, seed)
+    if spelling.mutation:
+        return
+    own, plain = copies(args), copies(args)
+    got, want = spelling(*own), recurrence(**spelling.meaning(Args(*plain)))
+    tolerance = 1e-5 if spelling.dtype == "float32" else 1e-9
+    assert worst_error(got, want) < tolerance
+    if spelling.stored == "none":
+        assert worst_error(gradients(got, own), gradients(want, plain)) < tolerance

@@ -1,0 +1,220 @@
+"""Scans and while loops whose body is a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._functorch.aot_autograd import aot_export_module
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+
+import lattn_compile  # noqa: F401
+from lattn_compile.passes.spelled.proposal import NearMiss, Proposal
+from lattn_compile.passes.spelled.scan import is_scan, is_while_loop, rewrite_scan, rewrite_while_loop
+from lattn_compile.passes.spelled.search import find
+from lattn_compile.passes.spelled.verify import verify
+
+B, T, H, K, V = 2, 6, 3, 4, 5
+
+
+def match_body(body: fx.GraphModule) -> Proposal | NearMiss | None:
+    found = find(body)
+    return next(iter([*found.proposals, *found.misses]), None)
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, generator=generator)
+
+    q, k, v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V)
+    g, beta = -normal(B, T, H).abs(), normal(B, T, H).sigmoid()
+    return q, torch.nn.functional.normalize(k, dim=-1), v, g, beta, normal(B, H, K, V)
+
+
+class Gdn(torch.nn.Module):
+    """Delta rule, gate and beta made of raw values inside the step, the output scaled by a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, H, dtype=torch.float64))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        def step(s: Tensor, x: Any) -> tuple[Tensor, Tensor]:
+            q, k, v, g, beta = x
+            k = torch.nn.functional.normalize(k, dim=-1)
+            s = s * (-torch.nn.functional.softplus(g)).exp()[..., None, None]
+            u = (v - torch.einsum("bhkv,bhk->bhv", s, k)) * beta.sigmoid()[..., None]
+            s = s + k[..., None] * u[..., None, :]
+            return s.clone(), torch.einsum("bhkv,bhk->bhv", s, q) * self.weight[:, None]
+
+        state, o = scan(step, state, (q, k, v, g, beta), dim=1)
+        return o.movedim(0, 1) if o.shape[0] == T and o.shape[1] == B else o, state
+
+
+class Retention(torch.nn.Module):
+    """Additive, a constant decay, the state value-major, run backwards if asked, outputs reshaped in the step."""
+
+    def __init__(self, reverse: bool = False) -> None:
+        super().__init__()
+        self.reverse = reverse
+        self.register_buffer("log_decay", torch.log1p(-torch.exp2(-torch.arange(2.0, H + 2, dtype=torch.float64))))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        def step(s: Tensor, x: Any) -> tuple[Tensor, Tensor]:
+            q, k, v = x
+            s = s * self.log_decay.exp()[:, None, None] + v[..., None] * k[..., None, :]
+            return s.clone(), (s @ q[..., None]).reshape(B, H * V)
+
+        state, o = scan(step, state.mT.contiguous(), (q, k, v), dim=1, reverse=self.reverse)
+        return o, state.mT
+
+
+class Delta(torch.nn.Module):
+    """No gate, heads folded into the batch, a carry that nothing reads, one that stays, an output without the state."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        def step(carry: Any, x: Any) -> tuple[Any, Any]:
+            s, count, offset = carry
+            q, k, v, beta = x
+            err = v - torch.bmm(k.unsqueeze(1), s).squeeze(1)
+            s = s + torch.bmm(k.unsqueeze(2), (beta[:, None] * err).unsqueeze(1))
+            o = torch.bmm(q.unsqueeze(1), s).squeeze(1) + offset
+            return (s.clone(), count + 1, offset.clone()), (o, v.exp().sum(-1))
+
+        fold = [x.transpose(1, 2).reshape(B * H, T, -1) for x in (q, k, v)]
+        carry = (state.reshape(B * H, K, V), torch.zeros(1), torch.ones(V, dtype=state.dtype))
+        (state, _, offset), (o, e) = scan(step, carry, (*fold, beta.transpose(1, 2).reshape(B * H, T)), dim=1)
+        return o, state, e, offset
+
+
+class TwoStates(torch.nn.Module):
+    """The normaliser of a retention is a carry of its own: the scan has to stay."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        def step(carry: Any, x: Any) -> tuple[Any, Any]:
+            s, n = carry
+            q, k, v, g = x
+            s = s * g.exp()[..., None, None] + k[..., None] * v[..., None, :]
+            n = torch.tanh(n + k)
+            return (s.clone(), n.clone()), torch.einsum("bhkv,bhk->bhv", s, q) / (1 + (q * n).sum(-1, keepdim=True) ** 2)
+
+        (state, _), o = scan(step, (state, torch.zeros_like(k[:, 0])), (q, k, v, g), dim=1)
+        return o, state
+
+
+class Turned(torch.nn.Module):
+    """The state is transposed from token to token (K = V): not one recurrence."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        def step(s: Tensor, x: Any) -> tuple[Tensor, Tensor]:
+            q, k, g = x
+            s = s * g.exp()[..., None, None] + k[..., None] * k[..., None, :]
+            return s.mT.clone(memory_format=torch.contiguous_format), torch.einsum("bhkv,bhk->bhv", s, q)
+
+        state, o = scan(step, state[..., :K].contiguous(), (q, k, g), dim=1)
+        return o, state
+
+
+class While(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        def more(t: Tensor, s: Tensor) -> Tensor:
+            return t < T
+
+        def step(t: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+            kt = k.index_select(1, t.reshape(1)).squeeze(1)
+            vt = v.index_select(1, t.reshape(1)).squeeze(1)
+            return t + 1, s * 0.9 + kt[..., None] * vt[..., None, :]
+
+        t, state = while_loop(more, step, (torch.zeros((), dtype=torch.int64), state))
+        return t, state
+
+
+def functional(module: torch.nn.Module, args: tuple[Tensor, ...], dynamic: bool | None = None) -> Any:
+    """The functional ATen graph of what Dynamo captures, and its example inputs."""
+    box: list[Any] = []
+
+    def backend(gm: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        box.append((aot_export_module(gm, examples, trace_joint=False, pre_dispatch=True)[0], examples))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(module, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
+    ((gm, examples),) = box
+    return gm, examples
+
+
+def node_of(gm: fx.GraphModule, which: Callable[[fx.Node], bool]) -> fx.Node:
+    (node,) = (n for n in gm.graph.nodes if which(n))
+    return node
+
+
+def commit(proposal: Proposal, gm: fx.GraphModule) -> None:
+    inserted = set(proposal.inserted)
+    for old, new in zip(proposal.old, proposal.new, strict=True):
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inserted)
+    for module in (proposal.op.graph.owning_module, gm):
+        module.graph.eliminate_dead_code()
+        module.graph.lint()
+        module.recompile()
+
+
+@pytest.mark.parametrize(
+    "module", [Gdn(), Retention(), Retention(reverse=True), Delta()], ids=["gdn", "retention", "reversed", "delta"]
+)
+def test_a_scan_becomes_one_op(module: torch.nn.Module) -> None:
+    gm, examples = functional(module, inputs())
+    node = node_of(gm, is_scan)
+    want = gm(*examples)
+    body = str(gm.get_submodule(node.args[0].target).graph)
+    proposal = rewrite_scan(gm, node, match_body)
+    assert isinstance(proposal, Proposal), proposal
+    assert proposal.form == "scan" and "kept" not in proposal.evidence, proposal.evidence
+    assert str(gm.get_submodule(node.args[0].target).graph) == body
+    assert proposal.op.args[0].meta["val"].shape[1] == T
+    verdict = verify(proposal)
+    assert verdict.ok, verdict.detail
+    commit(proposal, gm)
+    assert not any(map(is_scan, gm.graph.nodes))
+    for got, expected in zip(gm(*examples), want, strict=True):
+        assert got.stride() == expected.stride()
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [(TwoStates(), "child"), (Turned(), "layout")],
+    ids=["another carry", "transposed state"],
+)
+def test_a_scan_that_is_kept_has_its_step_replaced(module: torch.nn.Module, why: str) -> None:
+    gm, examples = functional(module, inputs())
+    node = node_of(gm, is_scan)
+    want = gm(*examples)
+    before = str(gm.graph)
+    proposal = rewrite_scan(gm, node, match_body)
+    assert isinstance(proposal, Proposal), proposal
+    assert proposal.form == "scan" and proposal.evidence["kept"], proposal.evidence
+    assert proposal.op.graph is gm.get_submodule(node.args[0].target).graph
+    assert str(gm.graph) == before
+    assert verify(proposal).ok
+    commit(proposal, gm)
+    for got, expected in zip(gm(*examples), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_the_step_in_a_while_loop_is_replaced() -> None:
+    gm, examples = functional(While(), inputs())
+    node = node_of(gm, is_while_loop)
+    want = gm(*examples)
+    proposal = rewrite_while_loop(gm, node, match_body)
+    assert isinstance(proposal, Proposal), proposal
+    assert proposal.form == "scan" and proposal.evidence["kept"]
+    commit(proposal, gm)
+    for got, expected in zip(gm(*examples), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
