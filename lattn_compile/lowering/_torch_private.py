@@ -476,7 +476,7 @@ def trace_before_autograd(
         if shape_env is not None:
             shape_env.pending_fresh_unbacked_symbols[:] = pending
         raise
-    return Trace(traced, inputs, outputs, written, aliases, torch.is_grad_enabled())
+    return Trace(traced, inputs, outputs, written, aliases, torch.is_grad_enabled(), training)
 
 
 def _let_through(module: fx.GraphModule) -> None:

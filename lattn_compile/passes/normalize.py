@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_map_only
 
 from lattn_compile.errors import Reason, reason
-from lattn_compile.passes.context import bodies_of
+from lattn_compile.passes.context import bodies_of, value_of
 
 aten = torch.ops.aten
 
@@ -56,6 +56,7 @@ class Trace:
         written: positions of inputs that were written to, and whether all of that happened without autograd.
         aliases: whether an output is, or is a view of, an input.
         gradients: whether gradients are on where the graph begins (and ends).
+        training: whether they are, and an input has one.
     """
 
     module: fx.GraphModule
@@ -64,6 +65,7 @@ class Trace:
     written: dict[int, bool]
     aliases: bool
     gradients: bool
+    training: bool
 
 
 class NotNormalized(Exception):
@@ -275,10 +277,8 @@ def _assemble(original: fx.GraphModule, trace: Trace) -> fx.GraphModule:
             node.meta["val"] = new.meta.get("val")
         env[new] = node
     results: Any = ()
-    for node in [n for n in trace.module.graph.nodes if _says_nothing(n)]:
-        trace.module.graph.erase_node(node)
-    # Unlike a Dynamo graph, this one is functional but for what `is_impure` knows.
-    trace.module.graph.eliminate_dead_code(is_impure_node=_stays)
+    _tidy(trace)
+    reads = _read_copies(graph, trace, traced, env)
     for node in trace.module.graph.nodes:
         if node.op == "output":
             (results,) = node.args
@@ -288,14 +288,16 @@ def _assemble(original: fx.GraphModule, trace: Trace) -> fx.GraphModule:
             env[node].meta = dict(node.meta)
             attributes[target] = _attribute(trace.module, str(node.target))
         elif node.op != "placeholder":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            own = {} if node.target in _AS_THEY_ARE else reads
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, own=own: own.get(n, env[n]))
             # Not the traced name: it counts what has been dropped.
             env[node] = graph.create_node(node.op, node.target, args, kwargs, _NUMBER.sub("", node.name))
             env[node].meta = dict(node.meta)
     results = fx.map_arg(list(results), env.__getitem__)
     outputs = dict(zip(trace.outputs, results, strict=False))
+    if trace.training:
+        _carry_differentiability(outputs)
     _write_back(graph, trace, [env[n] for n in traced], results[len(trace.outputs) :])
-    _drop_idle_toggles(graph, trace.gradients)
     old_output = next(n for n in reversed(original.graph.nodes) if n.op == "output")
     output = graph.output(fx.map_arg(old_output.args[0], outputs.__getitem__), old_output.type)
     output.meta = dict(old_output.meta)
@@ -319,6 +321,60 @@ def _hold(made: fx.GraphModule, name: str, value: Any, original: fx.GraphModule)
     if last in owner._buffers and name not in registered:
         del owner._buffers[last]
         object.__setattr__(owner, last, value)
+
+
+def _read_copies(graph: fx.Graph, trace: Trace, traced: list[fx.Node], env: Mapping[fx.Node, fx.Node]) -> Any:
+    """By traced input, a clone that everything reads in place of an input that is written to at the end.
+
+    What autograd saves for the backward must not change. An in-place op sees to that itself; its functional form
+    saves the input as it is.
+    """
+    reads = {}
+    for node in (traced[i] for i in trace.written if trace.training):
+        if any(user.op != "output" and user.target not in _AS_THEY_ARE for user in node.users):
+            reads[node] = graph.create_node("call_function", aten.clone.default, (env[node],), {}, "clone")
+            reads[node].meta = {k: v for k, v in env[node].meta.items() if k == "stack_trace"}
+            reads[node].meta["val"] = value_of(env[node])
+    return reads
+
+
+# Users that are no reason for a clone, and that may not read one: the views of inputs that are returned.
+_AS_THEY_ARE = (aten.as_strided.default, aten.clone.default)
+
+
+def _carry_differentiability(outputs: Mapping[fx.Node, Any]) -> None:
+    """Whether an output requires a gradient: a trace before autograd does not know, and regions ask their bodies."""
+    for old, new in outputs.items():
+        value = value_of(old)
+        if not isinstance(value, torch.Tensor) or not isinstance(new, fx.Node) or new.op != "call_function":
+            continue
+        if value.requires_grad and not value_of(new).requires_grad:
+            new.meta["val"] = value
+        if "example_value" in old.meta:
+            new.meta["example_value"] = value
+
+
+def _tidy(trace: Trace) -> None:
+    """Drop from a traced graph what says nothing, so that a functional graph is traced to an equal one."""
+    graph = trace.module.graph
+    for node in list(graph.nodes):
+        if _says_nothing(node):
+            graph.erase_node(node)
+    output = graph.output_node()
+    values = list(output.args[0])
+    for i, hidden in enumerate(trace.written.values(), len(trace.outputs)):
+        if hidden and values[i].target is aten.detach.default:
+            values[i] = values[i].args[0]  # which is copied without autograd anyway
+    output.args = (values,)
+    # Unlike a Dynamo graph, this one is functional but for what `is_impure` knows.
+    graph.eliminate_dead_code(is_impure_node=_stays)
+    on = trace.gradients
+    for node in list(graph.nodes):
+        if node.target is HOOKS.set_grad_enabled:
+            if node.next.target is HOOKS.set_grad_enabled or node.args[0] is on:
+                graph.erase_node(node)  # nothing runs under it
+            else:
+                on = node.args[0]
 
 
 def _stays(node: fx.Node) -> bool:
@@ -352,10 +408,6 @@ def _write_back(graph: fx.Graph, trace: Trace, inputs: list[fx.Node], values: li
         if hidden and group:
             _toggle(graph, False)
         for target, value in group:
-            if hidden and value.target is aten.detach.default:
-                detached, value = value, value.args[0]  # type: ignore[assignment]
-                if not detached.users:
-                    graph.erase_node(detached)
             node = graph.call_function(aten.copy_.default, (target, value))
             node.meta = {k: v for k, v in value.meta.items() if k in ("stack_trace", "nn_module_stack")}
             node.meta["val"] = target.meta.get("val", target.meta.get("example_value"))
@@ -365,16 +417,6 @@ def _write_back(graph: fx.Graph, trace: Trace, inputs: list[fx.Node], values: li
 
 def _toggle(graph: fx.Graph, on: bool) -> None:
     graph.call_function(HOOKS.set_grad_enabled, (on,)).meta["val"] = None
-
-
-def _drop_idle_toggles(graph: fx.Graph, on: bool) -> None:
-    """Drop switches of the grad mode under which nothing runs any more."""
-    for node in list(graph.nodes):
-        if node.target is HOOKS.set_grad_enabled:
-            if node.next.target is HOOKS.set_grad_enabled or node.args[0] is on:
-                graph.erase_node(node)
-            else:
-                on = node.args[0]
 
 
 def copy_graph_module(module: fx.GraphModule, bodies: Mapping[int, fx.GraphModule]) -> fx.GraphModule:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from lattn_compile.render.labels import count
+from lattn_compile.render.labels import count, nodes_of_line
 
 __all__ = ["SelfChecks", "checked", "errors", "found", "node_counts", "number", "others", "roles", "self_checks"]
 
@@ -41,9 +41,9 @@ def found(site: Mapping[str, Any]) -> str | None:
 
 
 def checked(site: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The record of the self-check; None where none was made."""
+    """The record of the self-check; None where none was made, as with `options={"verify": False}`."""
     record = site["evidence"].get("self_check")
-    return record if isinstance(record, Mapping) and record else None
+    return record if isinstance(record, Mapping) and record and record.get("skipped") is not True else None
 
 
 def errors(record: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -63,9 +63,14 @@ def roles(site: Mapping[str, Any]) -> dict[str, str]:
 
 
 def node_counts(site: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Nodes of the site's subgraph before and after, None unless both are known."""
-    before, after = (site["evidence"].get(k) for k in ("nodes_before", "nodes_after"))
-    return (before, after) if type(before) is int and type(after) is int else None
+    """Nodes of a spelled-out site's subgraph before and after; what the evidence does not say is counted in the text.
+    None for a site that the evidence counts neither of."""
+    found = [site["evidence"].get(key) for key in ("nodes_before", "nodes_after")]
+    for i, text in enumerate((site["graph_before"], site["graph_after"])):
+        if type(found[i]) is not int and text is not None:
+            found[i] = sum(map(nodes_of_line, text.splitlines()))
+    named = any(type(site["evidence"].get(key)) is int for key in ("nodes_before", "nodes_after"))
+    return (found[0], found[1]) if named and type(found[0]) is type(found[1]) is int else None
 
 
 def others(site: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

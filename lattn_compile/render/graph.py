@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from lattn_compile.render.labels import count, nodes_of_line
+
 __all__ = ["graph_html", "op_roles", "role_class", "role_names", "same_but_for_numbers"]
 
 # Above this many lines only the first and last are shown at once.
@@ -64,11 +66,11 @@ def graph_html(text: str | None, other: str | None, mark: str, names: Mapping[st
     ]
     if len(lines) <= LONG:
         return f'<div class="code">{_block(lines, 0)}</div>'
-    middle = lines[HEAD:-TAIL]
+    head, middle = (sum(map(nodes_of_line, part)) for part in (raw[:HEAD], raw[HEAD:-TAIL]))
     return (
         f'<div class="code">{_block(lines[:HEAD], 0)}'
-        f"<details><summary>{len(middle):,} more lines</summary>{_block(middle, HEAD)}</details>"
-        f"{_block(lines[-TAIL:], len(lines) - TAIL)}</div>"
+        f"<details><summary>{count(middle, 'more node')}</summary>{_block(lines[HEAD:-TAIL], head)}</details>"
+        f"{_block(lines[-TAIL:], head + middle)}</div>"
     )
 
 
@@ -100,7 +102,7 @@ def _split(line: str) -> tuple[str, ...]:
 
 
 def _operator(target: str) -> str:
-    return target.removeprefix("torch.ops.").removesuffix(".default")
+    return target.removeprefix("torch.ops.").removeprefix("operator.").removesuffix(".default")
 
 
 def _arguments(text: str) -> Iterator[str]:
@@ -140,9 +142,9 @@ def _aligned(lines: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
 
 def _line(cells: tuple[str, ...], names: Mapping[str, str], mark: str) -> str:
     if len(cells) == 1:
-        if cells[0].lstrip().startswith("#"):
-            mark = "note"
         text = escape(cells[0])
+        if (nodes := nodes_of_line(cells[0])) != 1:
+            return f'<span class="note" style="counter-increment:line {nodes}">{text}</span>'
     else:
         name, annotation, value = cells
         bare = name.rstrip()

@@ -15,6 +15,7 @@ __all__ = [
     "fold_candidates",
     "fold_sites",
     "meaning",
+    "nodes_of_line",
     "policy_label",
     "shape_label",
     "size_label",
@@ -91,6 +92,12 @@ def _write_label(write: Any) -> str:
         if k != "mode" and v is not None
     )
     return f"{mode}({rest})" if rest else mode
+
+
+def nodes_of_line(line: str) -> int:
+    """Nodes that a line of a subgraph's text stands for: one, none for a comment, many where the text was cut."""
+    cut = re.match(r"\s*\.\.\. (\d+) more nodes \.\.\.\s*$", line)
+    return int(cut[1]) if cut is not None else int(bool(line.strip()) and not line.lstrip().startswith("#"))
 
 
 def meaning(reason: Mapping[str, Any]) -> tuple[str, str]:

@@ -42,8 +42,8 @@ S = decay * S * (1 - S) + k[..., :, None] * v[..., None, :]""",
     "STATE_MIXED": """\
 S = S - 0.5 * S.mT + k[..., :, None] * v[..., None, :]              # of a square state""",
     "STATE_ROUNDED": """\
-S = (decay * S).bfloat16().float()                                  # before the write, not after it
-S = S + k[..., :, None] * v[..., None, :]""",
+S = (decay * S + k[..., :, None] * v[..., None, :]).bfloat16().float()
+S = decay * S + k2[..., :, None] * v2[..., None, :]                 # the next token: not rounded""",
     "ARITHMETIC_DTYPE": """\
 S = (decay.bfloat16() * S.bfloat16() + k.bfloat16()[..., :, None] * v.bfloat16()[..., None, :]).float()""",
     "NOT_CARRIED": """\
@@ -61,10 +61,6 @@ S = S + k[..., :, None] * u[..., None, :]""",
     "BETA_ONE_SIDE": """\
 S = decay * S
 u = beta * v - torch.einsum("bhkv,bhk->bhv", S, k)
-S = S + k[..., :, None] * u[..., None, :]""",
-    "ERASE_SIGN": """\
-S = decay * S
-u = beta * (v + torch.einsum("bhkv,bhk->bhv", S, k))
 S = S + k[..., :, None] * u[..., None, :]""",
     "DECAY_ORDER": """\
 u = beta * (v - torch.einsum("bhkv,bhk->bhv", S, k))                # reads the state that is not decayed yet

@@ -47,8 +47,8 @@ def _facts(site: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, str 
         why = escape(text + (f" ({detail})" if detail else "")) + f". {escape(site['reason']['remedy'])}"
     policy = site["policy"]
     training = [
-        count(site["autograd_nodes"], "autograd node") if site["autograd_nodes"] is not None else "",
-        f"{count(site['residual_count'], 'tensor')} saved for backward" if site["residual_count"] is not None else "",
+        count(site["autograd_nodes"], "autograd node") if site["autograd_nodes"] else "",
+        f"{count(site['residual_count'], 'tensor')} saved for backward" if site["residual_count"] else "",
     ]
     frontier = site["evidence"].get("frontier")
     given = ", ".join(map(str, frontier)) if isinstance(frontier, list) else ""

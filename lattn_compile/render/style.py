@@ -87,7 +87,7 @@ pre span { display: block; width: max-content; min-width: 100%; padding-right: 1
 pre span::before { counter-increment: line; content: counter(line); display: inline-block; width: 2.8rem;
   padding-right: .9rem; text-align: right; color: var(--muted); opacity: .55; }
 pre span.gone { border-color: var(--bad); } pre span.new { border-color: var(--good); }
-pre span.note { color: var(--muted); }
+pre span.note { color: var(--muted); } pre span.note::before { counter-increment: none; content: ""; }
 pre i { font-style: normal; color: var(--muted); } pre b { font-weight: 600; }
 mark { margin: 0 -.2em; padding: 0 .2em; border-radius: 3px; background: var(--out); color: inherit; }
 .r-q { background: var(--q); } .r-k { background: var(--k); } .r-v { background: var(--v); }

@@ -216,6 +216,15 @@ def test_a_reason_code_is_explained_on_the_page() -> None:
     assert '<a href="#site-0">' in article
 
 
+def test_nodes_that_the_evidence_does_not_count_are_counted_in_the_text() -> None:
+    evidence = {"found_by": "algebra", "nodes_before": 1204}
+    after = f"# a comment\n{spelled(0).graph_after}\n... 3 more nodes ...\n"
+    page = Report(sites=[spelled(0, evidence=evidence, graph_after=after)]).to_html()
+    assert "<b>1,204</b> nodes → <b>4</b>" in page
+    assert 'class="change"' not in Report(sites=[spelled(0, evidence=evidence, graph_after=None)]).to_html()
+    assert 'class="change"' not in Report(sites=[site(0)]).to_html()
+
+
 def long_graph(layer: int) -> str:
     return "\n".join(
         f"%mul_{n} : [num_users=1] = call_function[target=torch.ops.aten.mul.Tensor](args = (%a, 2), kwargs = {{}})"
@@ -228,19 +237,32 @@ def test_the_middle_of_a_long_subgraph_is_folded_away() -> None:
     parse(page)
     before = fragment(page, "<figure><figcaption>before", '<figure class="after">')
     head, middle, tail = re.split("<details>|</details>", before)
-    assert "<summary>976 more lines</summary>" in middle
+    assert "<summary>976 more nodes</summary>" in middle
     for n, part in ((0, head), (15, head), (16, middle), (991, middle), (992, tail), (999, tail)):
         assert f"<i>mul_{n}</i>" in part
     assert "counter-reset:line 992" in tail  # line numbers go on
 
 
+def test_line_numbers_count_the_nodes_that_a_cut_text_left_out() -> None:
+    lines = long_graph(0).splitlines()
+    text = "\n".join(["# in forward", *lines[:200], "... 600 more nodes ...", *lines[800:]])
+    page = Report(sites=[spelled(0, graph_before=text)]).to_html()
+    parse(page)
+    before = fragment(page, "<figure><figcaption>before", '<figure class="after">')
+    _, middle, tail = re.split("<details>|</details>", before)
+    assert '<span class="note" style="counter-increment:line 0"># in forward</span>' in before
+    assert f"<summary>{1000 - 15 - 8} more nodes</summary>" in middle and "counter-reset:line 15" in middle
+    assert '<span class="note" style="counter-increment:line 600">... 600 more nodes ...</span>' in middle
+    assert "counter-reset:line 992" in tail and "<i>mul_992</i>" in tail
+
+
 def test_long_subgraphs_of_equal_layers_are_shown_once() -> None:
     sites = [spelled(n, graph_before=long_graph(n)) for n in range(3)]
     page = Report(sites=sites).to_html()
-    assert page.count("more lines") == 1
+    assert page.count("more nodes</summary>") == 1
     assert page.count('The subgraphs are those of <a href="#site-0">') == 2
     other = spelled(2, graph_before=long_graph(2).replace("aten.mul", "aten.add"))
-    assert Report(sites=[*sites[:2], other]).to_html().count("more lines") == 2
+    assert Report(sites=[*sites[:2], other]).to_html().count("more nodes</summary>") == 2
 
 
 @pytest.mark.parametrize(
@@ -249,6 +271,7 @@ def test_long_subgraphs_of_equal_layers_are_shown_once() -> None:
         ({}, None),
         ({"found_by": "algebra"}, "not checked"),
         ({"found_by": "algebra", "self_check": None}, "not checked"),
+        ({"found_by": "algebra", "self_check": {"verified": False, "skipped": True}}, "not checked"),
         ({"found_by": "hypothesis", "self_check": {"verified": False, "max_error": 0.25}}, "failed"),
         ({"found_by": "algebra", "self_check": {"verified": True, "max_gradient_error": None}}, "agrees"),
         ({"self_check": {"verified": True, "max_relative_error": {"value": 1e-13}, "gradients": "not run"}}, "agrees"),
@@ -273,7 +296,7 @@ mul: "f32[1, 2, 4, 4]" = torch.ops.aten.mul.Tensor(S_1, exp);  S_1 = exp = None
     assert_expected_inline(
         fragment(page, "<figure><figcaption>before", '<figure class="after">'),
         """\
-<figure><figcaption>before</figcaption><div class="code"><pre style="counter-reset:line 0"><span class="note"># File: my_layer.py:41 in forward, code: S = S * g.exp()</span>
+<figure><figcaption>before</figcaption><div class="code"><pre style="counter-reset:line 0"><span class="note" style="counter-increment:line 0"># File: my_layer.py:41 in forward, code: S = S * g.exp()</span>
 <span class="gone"><mark class="r-g" title="g">exp</mark>  f32[1, 2]        <b>aten.exp</b>(g_1)</span>
 <span class="gone"><i>mul</i>  f32[1, 2, 4, 4]  <b>aten.mul.Tensor</b>(S_1, <mark class="r-g" title="g">exp</mark>)</span></pre></div></figure>
 """,  # noqa: E501

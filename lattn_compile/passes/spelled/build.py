@@ -285,28 +285,44 @@ def _log_decay(w: Writer, step: Step, groups: list[list[Label]], dtype: torch.dt
 
 
 def _log_factor(w: Writer, f: Factor, groups: list[list[Label]], dtype: torch.dtype) -> fx.Node:
-    """log of one factor of the decay, without an exp and a log where the factor is itself an exp."""
-    wanted = [label for group in groups for label in group]
-    inner, node = f, f.node
-    exact = value(node).dtype == dtype
-    while exact and is_view(node) and name_of(node) in _SHAPE_KEEPING and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-        inner = Factor(node, f.index)
+    """log of one factor of the decay."""
+    log = _log(w, f.node, dtype)
+    return w.to(_placed(w, Factor(log, f.index), [label for group in groups for label in group]), dtype)
+
+
+def _log(w: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """log of a decay, in its shape: the argument where the decay is an exp, through views, selects and products.
+
+    Raises NoMatch where it is not certain to be the log of something in [0, 1].
+    """
     name = name_of(node)
-    if exact and name in ("aten::exp", "aten::exp2", "aten::sigmoid") and value(node.args[0]).dtype == dtype:
-        x = _placed(w, Factor(node.args[0], inner.index), wanted)  # type: ignore[arg-type]
-        if name == "aten::sigmoid":
-            return w.call(aten.log_sigmoid.default, x)
-        if interval(node.args[0])[0] > 0.0:  # type: ignore[arg-type]
-            raise NoMatch("DECAY_RANGE", "the decay is greater than 1", node)
-        return x if name == "aten::exp" else w.call(aten.mul.Scalar, x, math.log(2.0))
-    positive = interval(node)[0] >= 0.0 and (name == "aten::exp" or is_decay(node))
-    if not positive:
-        raise NoMatch("DECAY_RANGE", f"the decay {f.node.name} lies in {_range(node)}", node)
-    return w.call(aten.log.default, w.to(_placed(w, f, wanted), dtype))
+    x = node.args[0] if node.args else None
+    if value(node).dtype == dtype and isinstance(x, fx.Node) and isinstance(value(x), torch.Tensor):
+        rest = node.args[1:]
+        if value(x).dtype == dtype and name in ("aten::exp", "aten::exp2", "aten::sigmoid"):
+            if name == "aten::sigmoid":
+                return w.call(aten.log_sigmoid.default, x)
+            if interval(x)[0] > 0.0:
+                raise NoMatch("DECAY_RANGE", "the decay is greater than 1", node)
+            return x if name == "aten::exp" else w.call(aten.mul.Scalar, x, math.log(2.0))
+        if is_view(node) or name in _PICKS:
+            return w.call(node.target, _log(w, x, dtype), *rest, **node.kwargs)
+        if name == "aten::mul" and rest and isinstance(rest[0], fx.Node):
+            both = [y for y in (x, rest[0]) if isinstance(value(y), torch.Tensor)]
+            if len(both) == 2 and all(interval(y)[0] >= 0.0 for y in both):
+                return w.call(aten.add.Tensor, _log(w, both[0], dtype), _log(w, both[1], dtype))
+        if name == "aten::pow" and rest and isinstance(rest[0], (int, float)) and rest[0] > 0 and interval(x)[0] >= 0.0:
+            return w.call(aten.mul.Scalar, _log(w, x, dtype), rest[0])
+    if name == "getitem" and isinstance(x, fx.Node) and name_of(x) in _SPLITS and value(node).dtype == dtype:
+        parts = w.call(x.target, _log(w, x.args[0], dtype), *x.args[1:], **x.kwargs)  # type: ignore[arg-type]
+        return w.getitem(parts, node.args[1])  # type: ignore[arg-type]
+    if not is_decay(node) and not (name == "aten::exp" and interval(node)[0] >= 0.0):
+        raise NoMatch("DECAY_RANGE", f"the decay {node.name} lies in {_range(node)}", node)
+    return w.call(aten.log.default, w.to(node, dtype))
 
 
-_SHAPE_KEEPING = frozenset(["aten::clone", "aten::contiguous", "aten::alias", "aten::positive"])
+_PICKS = frozenset(["aten::select", "aten::slice", "aten::flip", "aten::index_select"])
+_SPLITS = frozenset(["aten::split", "aten::split_with_sizes", "aten::chunk", "aten::unbind", "aten::tensor_split"])
 
 
 def _range(node: fx.Node) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from lattn_compile.passes.spelled.aten import Index, name_of, widens
 from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander
 from lattn_compile.passes.spelled.labels import flat, unify
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch
-from lattn_compile.passes.spelled.reads import Read, fate_of, find_reads
+from lattn_compile.passes.spelled.reads import Read, fate_of, find_late_read, find_reads
 from lattn_compile.passes.spelled.step import (
     NeedsMatrix,
     Product,
@@ -128,6 +129,8 @@ def _match_one(
         except NoMatch as error:
             if miss is None:
                 miss, missed = error, root
+            if error.code not in ("NOT_A_STATE", "AXES") and _is_source(root, steps):
+                break
     return None, missed, miss
 
 
@@ -172,7 +175,10 @@ def _reads(
         for read in mine:
             for a, b in zip(read.index, step.axes, strict=True):
                 unify(a, b)
-        found[update] = (mine, others or len(mine) != len(reads))
+        others = others or len(mine) != len(reads)
+        if not mine and leaks(step) and (late := find_late_read(index, step)) is not None:
+            mine, step.late = [late], {n for n in path_between(index, step.root, late.node)}
+        found[update] = (mine, others)
     return found
 
 
@@ -208,7 +214,8 @@ def _cut(
         mine, others = reads[step.update]
         stored = _stored(step.update, dtype)
         foreign = others and not (dtype is not None and _only_stored(index, step, stored, children, mine))
-        if pieces[-1] and (leaks(step) or not _alike(index, pieces[-1][-1].step, step)):
+        read_before = reads[run[i - 1].update][0] if i else []
+        if pieces[-1] and (leaks(step, read_before) or not _alike(index, pieces[-1][-1].step, step)):
             pieces.append([])
         pieces[-1].append(Link(step, mine[0] if mine else None, stored))
         if (foreign or len(mine) > 1) and i + 1 < len(run):
@@ -228,9 +235,20 @@ def _refuse_late_reads(index: Index, run: list[Step], reads: dict[fx.Node, tuple
         raise NoMatch("READ_BEFORE_WRITE", "a token's output is read before the token is written", run[0].update)
 
 
-def leaks(step: Step) -> bool:
-    """Whether something on the way from the previous state to the update is used elsewhere too."""
-    return any(user not in step.path for node in step.path if node is not step.update for user in node.users)
+def leaks(step: Step, before: Collection[Read] = ()) -> bool:
+    """Whether something on the way from the previous state to the update is used elsewhere than there and in reads.
+
+    Args:
+        before: reads of the previous state, which may share views with the step.
+    """
+    path = step.path | step.late | {n for r in before for n in r.path}
+    ends = {step.update, *_ends(step), *(r.node for r in before)}
+    return any(user not in path for node in path - ends for user in node.users)
+
+
+def _ends(step: Step) -> set[fx.Node]:
+    """The read among the nodes that lead to it: the one that nothing else of them uses."""
+    return {n for n in step.late if not any(u in step.late for u in n.users)}
 
 
 def _root_reads(index: Index, step: Step) -> list[Read]:

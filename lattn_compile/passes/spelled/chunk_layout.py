@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lattn_compile.passes.spelled.chunk_ops import ones_dropped
 from lattn_compile.passes.spelled.chunk_region import Sizes, View
 from lattn_compile.passes.spelled.writer import Writer, value
 
@@ -112,9 +111,12 @@ def to_op(w: Any, x: Any, view: View, heads: int, *, features: bool) -> Any:
     return w.reshape(x, [b, t, heads, *f])
 
 
-def to_state(w: Any, x: Any, view: View) -> Any:
+def to_state(w: Any, x: Any, view: View, batch: Any, heads: int) -> Any:
     """`[B, HV, K, V]`."""
-    return _arranged(w, x, view.labels, "bhkv")
+    if "n" not in view.labels:
+        return _arranged(w, x, view.labels, "bhkv")
+    x = _arranged(w, x, view.labels, "nkv")
+    return w.reshape(x, [batch, heads, *w.shape(x)[1:]])
 
 
 def output_of(w: Any, o: Any, view: View, shape: Sequence[Any], sizes: Sizes) -> Any:
@@ -125,8 +127,8 @@ def output_of(w: Any, o: Any, view: View, shape: Sequence[Any], sizes: Sizes) ->
 
 
 def state_of(w: Any, state: Any, view: View, shape: Sequence[Any]) -> Any:
-    return _restored(w, state, view.labels, "bhkv", shape)
-
-
-def free_axes(shape: Sequence[int]) -> list[int]:
-    return ones_dropped(shape)
+    """The op's state in the layout of the graph's, whose shape is `shape`."""
+    if "n" not in view.labels:
+        return _restored(w, state, view.labels, "bhkv", shape)
+    state = w.reshape(state, [shape[view.labels.index("n")], *w.shape(state)[2:]])
+    return _restored(w, state, view.labels, "nkv", shape)

@@ -31,7 +31,7 @@ SOLVES = frozenset("linalg_solve_triangular linalg_solve linalg_solve_ex linalg_
 CONTRACTIONS = PRODUCTS | SOLVES | frozenset("sum mean cumsum cumprod addbmm linalg_vector_norm prod".split())
 """Sums over an axis: what mixes tokens is among these."""
 
-STEPS = frozenset("mul add sub rsub neg div where masked_fill tril triu".split()) | LAYOUT | PICKS | CASTS
+STEPS = frozenset("mul add sub rsub neg div where masked_fill tril triu cumsum cat stack".split()) | LAYOUT | PICKS | CASTS
 """May stand between a product of two sequences and the next contraction."""
 
 POINTWISE = frozenset(

@@ -8,6 +8,7 @@ token once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -184,16 +185,21 @@ class Survey:
                 if count == _EXITS:
                     return
 
-    def lowered(self, o: fx.Node, sizes: Sizes) -> fx.Node:
-        """The last of the views of `o` that are all that is read of it and still are one value a token."""
-        while len(users := list(users_of(o, self.alive))) == 1:
-            n = users[0]
-            if name_of(n) not in LAYOUT and not _is_identity(n, o):
-                break
-            if not any(v.cost <= 1 and v.size("f", sizes_of(n) or ()) == sizes.width for v in views(n, sizes)):
-                break
-            o = n
-        return o
+    def lowered(self, exits: Sequence[fx.Node], o_at: int, sizes: Sizes) -> list[fx.Node]:
+        """The last of the views that are all that is read of each exit and still have an output's or a state's axes."""
+
+        def is_output(n: fx.Node) -> bool:
+            return any(v.cost <= 1 and v.size("f", sizes_of(n) or ()) == sizes.width for v in views(n, sizes))
+
+        found = []
+        for at, node in enumerate(exits):
+            fits = is_output if at == o_at else lambda n: self._is_state(n, sizes)
+            while len(users := list(users_of(node, self.alive))) == 1 and _rearranges(users[0], node):
+                if not fits(users[0]):
+                    break
+                node = users[0]
+            found.append(node)
+        return found
 
     def is_exit(self, below: set[fx.Node], exits: Sequence[fx.Node]) -> bool:
         """Whether nothing else of these nodes is needed further down."""
@@ -249,8 +255,15 @@ class Survey:
                 stack.append(n)
         found.tokens = sorted(tokens, key=self.order.__getitem__)
         found.interior.difference_update(tokens)
+        states: dict[fx.Node, None] = {}
         for n in sorted(rest, key=self.order.__getitem__):
-            (found.states if self._is_state(n, sizes) else found.statics).append(n)
+            if self._is_state(n, sizes):
+                top = self._state_top(n, sizes)
+                states[top] = None
+                found.interior.update(_between(n, top))
+            else:
+                found.statics.append(n)
+        found.states = list(states)
         return found
 
     def _whole(self, node: fx.Node, sizes: Sizes, opened: set[fx.Node]) -> fx.Node | None:
@@ -268,7 +281,7 @@ class Survey:
         if not any(v.cost <= 1 for v in views(chain[top], sizes)):
             top = 0
         for i in range(top, len(chain) - 1):
-            if name_of(chain[i]) not in LAYOUT and not _is_identity(chain[i], chain[i + 1]):
+            if not _rearranges(chain[i], chain[i + 1]):
                 break
             if any(v.cost <= 1 for v in views(chain[i + 1], sizes)):
                 top = i + 1
@@ -301,6 +314,13 @@ class Survey:
                 stack.append(above)
         return False
 
+    def _state_top(self, node: fx.Node, sizes: Sizes) -> fx.Node:
+        while node.op == "call_function" and sources(node) and _rearranges(node, above := sources(node)[0]):
+            if not self._is_state(above, sizes) or value(above).dtype != value(node).dtype:
+                break
+            node = above
+        return node
+
     @staticmethod
     def _is_state(node: fx.Node, sizes: Sizes) -> bool:
         shape = sizes_of(node)
@@ -324,9 +344,14 @@ def _same_size(a: fx.Node, b: fx.Node) -> bool:
     return sizes_of(a) == sizes_of(b)
 
 
-def _is_identity(node: fx.Node, above: fx.Node) -> bool:
-    """A cast to the same dtype, a pad by nothing."""
-    return name_of(node) in CASTS | PADS and _same_size(node, above) and bool(value(node).dtype == value(above).dtype)
+def _rearranges(node: fx.Node, above: fx.Node) -> bool:
+    """Whether a node holds what is `above` it in another arrangement: a cast to the same dtype and a pad by nothing do."""
+    name, a, b = name_of(node), sizes_of(node), sizes_of(above)
+    if name in LAYOUT:
+        return True
+    if a is None or b is None or name not in CASTS | PADS | PICKS:
+        return False
+    return math.prod(a) == math.prod(b) and bool(value(node).dtype == value(above).dtype)
 
 
 def _between(low: fx.Node, top: fx.Node) -> list[fx.Node]:
@@ -376,26 +401,31 @@ def _views(shape: Sequence[int], sizes: Sizes) -> Iterator[View]:
 
 
 def state_views(shape: Sequence[int], sizes: Sizes, keys: int | None) -> Iterator[View]:
-    """What the axes of a state may be: batch, heads, then keys and values in either order. `keys`: K if known."""
+    """What the axes of a state may be: batch, heads (or `n`, both in one), then keys and values in either order.
+
+    `keys`: K if it is known.
+    """
     free = ones_dropped(shape)
-    want = [("b", sizes.batch), ("h", sizes.heads)]
-    head = [(label, n) for label, n in want if n > 1]
     numbers = [shape[i] for i in free]
-    if numbers[: len(head)] != [n for _, n in head]:
-        return
-    tail = numbers[len(head) :]
-    for order in ("kv", "vk"):
-        left = [label for label in order if (sizes.width if label == "v" else keys) != 1]
-        if keys is None and len(tail) == len(left) - 1:
-            left = ["v"]
-        if len(tail) != len(left):
+    heads = [[(label, n) for label, n in (("b", sizes.batch), ("h", sizes.heads)) if n > 1]]
+    if len(heads[0]) == 2:
+        heads.append([("n", sizes.batch * sizes.heads)])
+    for head in heads:
+        if numbers[: len(head)] != [n for _, n in head]:
             continue
-        if any(n != {"v": sizes.width, "k": keys or n}[label] for label, n in zip(left, tail, strict=True)):
-            continue
-        labels = ["1"] * len(shape)
-        for i, label in zip(free, [*(label for label, _ in head), *left], strict=True):
-            labels[i] = label
-        yield View("".join(labels), 0)
+        tail = numbers[len(head) :]
+        for order in ("kv", "vk"):
+            long = [label for label in order if (sizes.width if label == "v" else keys) != 1]
+            if keys is None and len(tail) == len(long) - 1:
+                long = ["v"]
+            if len(tail) != len(long):
+                continue
+            if any(n != {"v": sizes.width, "k": keys or n}[label] for label, n in zip(long, tail, strict=True)):
+                continue
+            labels = ["1"] * len(shape)
+            for i, label in zip(free, [*(label for label, _ in head), *long], strict=True):
+                labels[i] = label
+            yield View("".join(labels), 0)
 
 
 def output_sizes(o: fx.Node) -> Iterator[Sizes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,9 @@ from lattn_compile.passes.spelled.writer import value
 _VIEWS = 3
 """Readings of one tensor's axes that are tried where sizes coincide."""
 
-_HYPOTHESES = 24
+_READINGS = 256
+_HYPOTHESES = 16
+"""Runs of the op for one boundary."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Roles:
 
     Attributes:
         decay_form: how g is had from its tensor: "log" (as it is) or "decay" (its logarithm).
-        o, final: views of the outputs; final is None if no state is returned.
+        o, final: views of the outputs; the state's are those that are possible, none if no state is returned.
         error: the largest difference that was seen, relative to the largest magnitude.
     """
 
@@ -54,11 +57,15 @@ class Roles:
     rule: str
     decay_form: str
     o: View
-    final: View | None
+    final: tuple[View, ...]
     sizes: Sizes
     scale: float = 1.0
     error: float = 0.0
-    o_at: int = 0
+
+    @property
+    def cost(self) -> int:
+        """0 if every axis is where it usually is."""
+        return self.o.cost + sum(x.view.cost for x in (self.q, self.k, self.v, self.g, self.beta) if x is not None)
 
     @property
     def keys(self) -> int:
@@ -139,8 +146,8 @@ class Trial:
             return run(self.region, [values[n] for n in self.inputs], real, {})
 
 
-def find_roles(exits: Sequence[fx.Node], boundary: Boundary, sizes: Sizes) -> Roles:
-    """The roles under which the region is the recurrence.
+def find_roles(exits: Sequence[fx.Node], o_at: int, boundary: Boundary, sizes: Sizes) -> Roles:
+    """The roles under which the region is the recurrence. `exits[o_at]` is taken for o.
 
     Raises:
         NoMatch: CHUNK_INPUTS where the boundary has not the tensors of a recurrence, CHUNK_NOT_EQUAL where no
@@ -154,19 +161,24 @@ def find_roles(exits: Sequence[fx.Node], boundary: Boundary, sizes: Sizes) -> Ro
     plain = [n for n in tensors if n not in gates]
     vectors = [n for n in plain if any("f" in v.labels for v in _readings(n, sizes))]
     scalars = [n for n in plain if n not in vectors]
+    if len(vectors) == 4 and not boundary.states:
+        # A state whose K is T looks like a sequence.
+        for n in vectors:
+            if any(True for _ in state_views(sizes_of(n) or (), sizes, None)):
+                rest = [t for t in tensors if t is not n]
+                with contextlib.suppress(NoMatch):
+                    return find_roles(exits, o_at, replace(boundary, tokens=rest, states=[n]), sizes)
     if len(vectors) != 3 or len(scalars) > 1 or len(gates) > 1:
         raise NoMatch("CHUNK_INPUTS", f"vectors {_names(vectors)}, scalars {_names(scalars)}, decays {_names(gates)}")
     base = trial.run(state=False)
     if not all(torch.isfinite(x).all() for x in base):
         raise NoMatch("CHUNK_NOT_EQUAL", "it is not finite on random inputs")
-    o_at = next((i for i, n in enumerate(exits) if _is_output(n, sizes)), None)
-    if o_at is None or float(base[o_at].abs().max()) == 0.0:
+    if not _is_output(exits[o_at], sizes) or float(base[o_at].abs().max()) == 0.0:
         raise NoMatch("CHUNK_INPUTS", "no output has the tokens' axis")
     linear = {n: _doubling(trial, n, base, o_at) for n in vectors}
     best = float("inf")
-    for n, roles in enumerate(_assignments(exits, boundary, sizes, vectors, scalars, gates, linear, trial, o_at)):
-        if n == _HYPOTHESES:
-            break
+    hypotheses = _assignments(exits, boundary, sizes, vectors, scalars, gates, linear, trial, o_at)
+    for roles in sorted(hypotheses, key=lambda r: r.cost)[:_HYPOTHESES]:
         found = _test(roles, trial, base, o_at, state=False)
         best = min(best, found.error)
         if found.error > TOLERANCE:
@@ -215,7 +227,8 @@ def _assignments(
             # One token from a zero state is the same under both rules.
             rules = ("delta", "additive") if trial.multiplies(k) else ("additive", "delta")
         nodes = [q, k, v, *gates, *scalars]
-        for readings in itertools.product(*(_readings(n, sizes) for n in nodes), o_views):
+        every = itertools.product(*(_readings(n, sizes) for n in nodes), o_views)
+        for readings in itertools.islice(every, _READINGS):
             *read, o_view = readings
             bound = [Bound(n, w) for n, w in zip(nodes, read, strict=True)]
             bq, bk, bv = bound[:3]
@@ -228,13 +241,12 @@ def _assignments(
             beta = bound[-1] if scalars else None
             if g is not None and "f" in g.view.labels and g.view.size("f", sizes_of(g.node) or ()) != keys:
                 continue
-            finals: list[View | None] = [None]
-            if returned:
-                finals = list(_state_readings(exits[1 - o_at], sizes, keys))
-            for final in finals:
-                for rule in rules:
-                    form = "decay" if gates and trial.as_decay[gates[0]] else "log"
-                    yield Roles(bq, bk, bv, g, beta, None, rule, form, o_view, final, sizes, o_at=o_at)
+            finals = tuple(_state_readings(exits[1 - o_at], sizes, keys)) if returned else ()
+            if returned and not finals:
+                continue
+            for rule in rules:
+                form = "decay" if gates and trial.as_decay[gates[0]] else "log"
+                yield Roles(bq, bk, bv, g, beta, None, rule, form, o_view, finals, sizes)
 
 
 def _readings(node: fx.Node, sizes: Sizes) -> list[View]:
@@ -271,10 +283,12 @@ def _test(roles: Roles, trial: Trial, base: list[Tensor], o_at: int, *, state: b
         if abs(scale - usual) <= TOLERANCE * usual:
             scale = usual
     error = _error(scale * o, want)
-    if roles.final is not None and error <= TOLERANCE:
-        got = state_of(EAGER, final, roles.final, base[1 - o_at].shape)
-        error = max(error, _error(got, base[1 - o_at]))
-    return replace(roles, scale=scale, error=error)
+    if not roles.final or error > TOLERANCE:
+        return replace(roles, scale=scale, error=error)
+    want = base[1 - o_at]
+    errors = {view: _error(state_of(EAGER, final, view, want.shape), want) for view in roles.final}
+    best = min(roles.final, key=errors.__getitem__)
+    return replace(roles, scale=scale, error=max(error, errors[best]), final=(best,))
 
 
 def evaluate(w: Any, roles: Roles, get: Callable[[fx.Node], Any], *, scale: float) -> tuple[Any, Any]:
@@ -292,7 +306,7 @@ def evaluate(w: Any, roles: Roles, get: Callable[[fx.Node], Any], *, scale: floa
     if roles.beta is not None:
         beta = to_op(w, get(roles.beta.node), roles.beta.view, s.heads, features=False)
     if roles.state is not None:
-        state = to_state(w, get(roles.state.node), roles.state.view)
+        state = to_state(w, get(roles.state.node), roles.state.view, w.shape(q)[0], s.heads)
     return w.chunk(q, k, v, g, beta, state, rule=roles.rule, scale=scale)
 
 

@@ -20,6 +20,12 @@ __all__ = ["find_chunk_forms"]
 _OPENED = 8
 """How many boundary tensors are taken apart in search of q, k, v, g, beta."""
 
+_INPUTS = 9
+"""More boundary tensors than this are pieces of sequences, not sequences."""
+
+_LOOKS = 48
+"""Candidates a group of seeds gets."""
+
 _CORES = 6
 _PROGRESS = ("CHUNK_INPUTS", "CHUNK_OPERATOR", "CHUNK_NOT_EQUAL")
 """How far a candidate came, least first."""
@@ -52,11 +58,15 @@ class _Search:
         self.survey = survey
         self.furthest: NoMatch | None = None
         self.tried: set[tuple[object, ...]] = set()
+        self.looked = 0
 
     def run(self, seeds: Sequence[fx.Node]) -> tuple[Proposal | NearMiss | None, set[fx.Node]]:
         cores = [set(seeds)]
         for core in cores:
-            for exits, sizes in self._candidates(core):
+            for o_at, exits, sizes in self._candidates(core):
+                self.looked += 1
+                if self.looked > _LOOKS:
+                    return self._near_miss(seeds), set()
                 try:
                     below = self.survey.below(core, exits)
                     boundary = self.survey.boundary(exits, below, sizes, set())
@@ -70,42 +80,42 @@ class _Search:
                         if grown not in cores and len(cores) < _CORES:
                             cores.append(grown)
                         continue
-                if (done := self._bind(exits, below, sizes, boundary)) is not None:
+                if (done := self._bind(exits, o_at, below, sizes, boundary)) is not None:
                     return done
         return self._near_miss(seeds), set()
 
-    def _candidates(self, core: set[fx.Node]) -> Iterator[tuple[list[fx.Node], Sizes]]:
+    def _candidates(self, core: set[fx.Node]) -> Iterator[tuple[int, list[fx.Node], Sizes]]:
         yield from self._below(core, early=False)
         yield from self._below(core, early=True)
 
-    def _below(self, core: set[fx.Node], *, early: bool) -> list[tuple[list[fx.Node], Sizes]]:
+    def _below(self, core: set[fx.Node], *, early: bool) -> list[tuple[int, list[fx.Node], Sizes]]:
         """Outputs with their sizes, likely ones first; outputs that are cut to their tokens later come last."""
-        found: list[tuple[int, list[fx.Node], Sizes]] = []
+        found: list[tuple[int, int, list[fx.Node], Sizes]] = []
         for exits in self.survey.exits(core, early=early):
             grain = grain_of(self.survey, exits, core)
             for at, o in enumerate(exits):
                 for sizes in output_sizes(o):
                     short = sorted(m for m, n in grain.pads if n == sizes.tokens)
-                    lowered = [*exits[:at], self.survey.lowered(o, sizes), *exits[at + 1 :]]
-                    found += [(2, lowered, replace(sizes, tokens=m, padded=sizes.tokens)) for m in short]
-                    found.append((3 if short else grain.rank(sizes.tokens), lowered, sizes))
-        return [(exits, sizes) for _, exits, sizes in sorted(found, key=lambda x: x[0])]
+                    lowered = self.survey.lowered(exits, at, sizes)
+                    found += [(2, at, lowered, replace(sizes, tokens=m, padded=sizes.tokens)) for m in short]
+                    found.append((3 if short else grain.rank(sizes.tokens), at, lowered, sizes))
+        return [candidate for _, *candidate in sorted(found, key=lambda x: x[0])]  # type: ignore[misc]
 
     def _bind(
-        self, exits: list[fx.Node], below: set[fx.Node], sizes: Sizes, boundary: Boundary
+        self, exits: list[fx.Node], o_at: int, below: set[fx.Node], sizes: Sizes, boundary: Boundary
     ) -> tuple[Proposal, set[fx.Node]] | None:
         opened: set[fx.Node] = set()
-        if len(boundary.tokens) < 3:
+        if not 3 <= len(boundary.tokens) <= _INPUTS:
             self._note(NoMatch("CHUNK_INPUTS", f"its inputs are {boundary.tokens}"))
             return None
         for _ in range(_OPENED):
-            key = (tuple(exits), sizes, tuple(boundary.tokens), tuple(boundary.states), tuple(boundary.statics))
+            key = (o_at, tuple(exits), sizes, tuple(boundary.tokens), tuple(boundary.states), tuple(boundary.statics))
             if key in self.tried:
                 return None
             self.tried.add(key)
             try:
-                roles = find_roles(exits, boundary, sizes)
-                return propose(self.survey, exits, boundary, roles), boundary.interior
+                roles = find_roles(exits, o_at, boundary, sizes)
+                return propose(self.survey, exits, o_at, boundary, roles), boundary.interior
             except (NoMatch, Rejected) as e:
                 self._note(e)
             above = self._to_open(boundary, sizes)
@@ -144,18 +154,18 @@ class _Search:
         return self.furthest.at(seeds[-1])
 
 
-def propose(survey: Survey, exits: list[fx.Node], boundary: Boundary, roles: Roles) -> Proposal:
+def propose(survey: Survey, exits: list[fx.Node], o_at: int, boundary: Boundary, roles: Roles) -> Proposal:
     """Writes the op before the first node that reads an output."""
     reader = min((u for n in exits for u in n.users), key=survey.order.__getitem__)
     w = Nodes(reader, max(exits, key=survey.order.__getitem__))
     try:
-        o_old = next(n for n in exits if len(exits) == 1 or n is not _state(exits, roles))
+        o_old = exits[o_at]
         o, final = evaluate(w, roles, lambda n: n, scale=roles.scale)
         old, new = [o_old], [w.to(output_of(w, o, roles.o, value(o_old).shape, roles.sizes), value(o_old).dtype)]
-        if roles.final is not None:
-            s_old = next(n for n in exits if n is not o_old)
+        if roles.final:
+            s_old = exits[1 - o_at]
             old.append(s_old)
-            new.append(w.to(state_of(w, final, roles.final, value(s_old).shape), value(s_old).dtype))
+            new.append(w.to(state_of(w, final, roles.final[0], value(s_old).shape), value(s_old).dtype))
     except BaseException:
         w.undo()
         raise
@@ -181,7 +191,3 @@ def propose(survey: Survey, exits: list[fx.Node], boundary: Boundary, roles: Rol
         evidence={"nodes": len(boundary.interior), "trial_error": roles.error, "scale": roles.scale},
     )
 
-
-def _state(exits: Sequence[fx.Node], roles: Roles) -> fx.Node | None:
-    """The exit that is the final state."""
-    return exits[1 - roles.o_at] if roles.final is not None else None

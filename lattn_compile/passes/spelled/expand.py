@@ -19,7 +19,7 @@ from lattn_compile.passes.spelled.proposal import NoMatch
 from lattn_compile.passes.spelled.terms import EYE, Expr, Factor, Term, add, atom, broadcast, contract, multiply, sum_over
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["PRODUCTS", "SELECTS", "VIEWS", "Expander"]
+__all__ = ["PRODUCTS", "SELECTS", "VIEWS", "Expander", "expandable"]
 
 VIEWS, PRODUCTS, SELECTS = 0, 1, 2
 
@@ -65,7 +65,7 @@ class Expander:
             handler = _PRODUCTS.get(name)
         if handler is None and (on_path or node in self.matrices):
             handler = _SUMS.get(name) or _PRODUCTS.get(name)
-        if handler is None and self.depth >= SELECTS:
+        if handler is None and (on_path or self.depth >= SELECTS):
             handler = _SELECTS.get(name)
         if not on_path and (not is_tensor(node) or (name in _CASTS and not self._exact_cast(node))):
             handler = None
@@ -73,6 +73,8 @@ class Expander:
             if on_path:
                 raise NoMatch("ARITHMETIC_DTYPE", f"{name} computes in {value(node).dtype} on the state path", node)
             handler = None  # its rounding is part of the value
+        if name == "getitem" and self.depth >= SELECTS and not on_path and (part := self._part(node)) is not None:
+            return part
         if handler is None or not isinstance(node.target, torch._ops.OpOverload):
             if on_path:
                 raise NoMatch("STATE_OP", f"{name} stands on the state path", node)
@@ -84,6 +86,17 @@ class Expander:
                 error.node = error.node or node
                 raise
             return atom(self.index.same[node])
+
+    def _part(self, node: fx.Node) -> Expr | None:
+        """One of the tensors that `unbind` returns."""
+        whole, position = node.args
+        if not isinstance(whole, fx.Node) or name_of(whole) != "aten::unbind" or not isinstance(position, int):
+            return None
+        a = arguments(whole)
+        try:
+            return _fixed(self.expand(a["self"]), a["dim"] % value(a["self"]).dim(), position, keep=False)
+        except NoMatch:
+            return None
 
     def _constant(self, node: fx.Node) -> bool:
         """Products with a number are always looked into: the number belongs to the coefficient."""
@@ -102,6 +115,12 @@ class Expander:
                 raise NoMatch("STATE_OP", f"{x.name} is a number that is only known at run time", x)
             return self.expand(x)
         return Expr([], [Term(number(x), ())])
+
+
+def expandable(node: fx.Node) -> bool:
+    """Whether there is anything to look into."""
+    name = name_of(node)
+    return name in _SUMS or name in _PRODUCTS or name in _VIEWS or name in _SELECTS
 
 
 def number(x: Any) -> float:
@@ -222,7 +241,29 @@ def _select(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
     size = constant_size(value(a["self"]).shape[dim])
     if not isinstance(position, int) or size is None:
         raise NoMatch("AXES", "a select at a symbolic position", node)
-    return _fixed(x, dim, position % size, keep=False)
+    out = _fixed(x, dim, position % size, keep=False)
+    return _unstacked(e, out) if node in e.path else out
+
+
+def _unstacked(e: Expander, x: Expr) -> Expr:
+    """One entry of a stack is what was stacked: queries and keys that read the state in one product."""
+    terms = []
+    for term in x.terms:
+        parts = [Expr([], [Term(term.coefficient, ())])]
+        for f in term.factors:
+            fixed = [i for i, axis in enumerate(f.index) if isinstance(axis, int)]
+            if not fixed:
+                parts.append(Expr([], [Term(1.0, (f,))]))
+                continue
+            a = arguments(f.node) if name_of(f.node) == "aten::stack" else {}
+            if f.node is e.root or not a or fixed != [a["dim"] % len(f.index)]:
+                raise NoMatch("STATE_OP", "a part of the state is cut out", f.node)
+            inner = e.expand(a["tensors"][f.index[fixed[0]]])
+            for axis, outer in zip(inner.axes, [i for i in f.index if not isinstance(i, int)], strict=True):
+                unify(axis, outer)
+            parts.append(Expr([], inner.terms))
+        terms += multiply(parts).terms
+    return Expr(x.axes, terms)
 
 
 def _slice(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:

@@ -14,32 +14,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from lattn_compile.passes.spelled.labels import constant_size, same_size
 from lattn_compile.passes.spelled.writer import Writer, aten, value
 
 Write = Callable[[], fx.Node]
 Rule = Callable[["Call"], "Write | None"]
 
 
-def same_size(a: Any, b: Any) -> bool:
-    """Whether two sizes are known to be equal; asking puts no guard on a symbolic one."""
-    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
-        return bool(a.node.expr == b.node.expr)
-    if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
-        symbolic, other = (a, b) if isinstance(a, torch.SymInt) else (b, a)
-        return bool(symbolic.node.maybe_as_int() == other)
-    return bool(a == b)
-
-
 def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(map(same_size, a, b))
-
-
-def static(n: Any) -> int | None:
-    """A size as an int if it is one, without making it one."""
-    if isinstance(n, torch.SymInt):
-        constant = n.node.maybe_as_int()
-        return None if constant is None else int(constant)
-    return int(n)
 
 
 class Operand:
@@ -164,10 +147,9 @@ def bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
 
 def _pointwise(call: Call) -> Write | None:
     operands = call.tensors()
-    if any(x.rank == 0 and x.constant is None for x in operands.values()):
-        # A tensor without axes is a number to type promotion; with a token axis it is not.
-        if len({(x.value.dtype, x.value.device) for x in operands.values()}) > 1:
-            return None
+    kinds = {(x.value.dtype, x.value.device) for x in operands.values()}
+    if len(kinds) > 1 and any(x.rank == 0 and x.constant is None for x in operands.values()):
+        return None  # a tensor without axes is a number to type promotion; with a token axis it is not
     rank = call.value.dim()
     return lambda: call.write(**{name: x.aligned(rank) for name, x in operands.items()})
 
@@ -278,7 +260,7 @@ def _reduce_all(overload: Any) -> Rule:
 
 def _squeeze_all(call: Call) -> Write | None:
     x: Operand = call["self"]
-    ones = [d for d, n in enumerate(x.value.shape) if static(n) == 1]
+    ones = [d for d, n in enumerate(x.value.shape) if constant_size(n) == 1]
     if x.rank - len(ones) != call.value.dim():
         return None
     return lambda: call.writer.call(aten.squeeze.dims, x.stacked(), [d + 1 for d in ones])
@@ -397,7 +379,6 @@ VIEWS: dict[Any, Rule] = {
     aten.lift_fresh_copy.default: _identity,
 }
 """Same values, placed anew."""
-
 
 
 def reshapes(target: Any) -> bool:

@@ -33,6 +33,7 @@ class Proposal:
             (in (0, 1)), "beta" (in (0, 1)), "key" (unit norm over its last axis); others are standard normal.
         state_dtype: dtype in which the graph itself stores the state between tokens, if lower than it computes in.
         evidence: what the report shows. before: text of the spelled-out subgraph.
+        step: of a scan that becomes one op: the proposal for one token, standing in the scan's body.
     """
 
     form: str
@@ -49,6 +50,7 @@ class Proposal:
     state_dtype: torch.dtype | None = None
     evidence: dict[str, Any] = field(default_factory=dict)
     before: str = ""
+    step: Proposal | None = None
 
 
 @dataclass
@@ -83,3 +85,5 @@ def withdraw(proposal: Proposal) -> None:
     for node in reversed(proposal.inserted):
         node.graph.erase_node(node)
     proposal.inserted.clear()
+    if proposal.step is not None:
+        withdraw(proposal.step)

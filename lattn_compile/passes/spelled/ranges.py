@@ -79,8 +79,10 @@ def _bounded(node: fx.Node, rule: _Rule | None, known: dict[fx.Node, Interval]) 
     low, high = found
     if low != low or high != high or low > high:
         return whole
+    if whole != _REALS and any(_whole(n) == _REALS for n in node.all_input_nodes):
+        return whole  # NaN becomes some integer
     low, high = _outward(low, high, _dtype(node))
-    # Integers wrap around.
+    # Integers wrap around, and a number that an integer type cannot hold becomes some other.
     return (low, high) if whole[0] <= low and high <= whole[1] else whole
 
 
@@ -101,9 +103,11 @@ def _whole(node: fx.Node) -> Interval:
 
 
 def _outward(low: float, high: float, dtype: torch.dtype | None) -> Interval:
-    """Widened to what `dtype` may round to. Zero is never crossed, and short binary fractions stay."""
-    if dtype is None or not dtype.is_floating_point:
+    """Widened to what `dtype` may round or truncate to. Zero is never crossed, and short binary fractions stay."""
+    if dtype is None:
         return low, high
+    if not dtype.is_floating_point:
+        return (low if math.isinf(low) else math.floor(low)), (high if math.isinf(high) else math.ceil(high))
     return -_up(-low, dtype), _up(high, dtype)
 
 
@@ -347,20 +351,6 @@ def _same(c: _Call) -> Interval:
     return c[0]
 
 
-def _cast(c: _Call) -> Interval:
-    """Rounding is monotone; a number an integer type cannot hold may become any."""
-    low, high = c[0]
-    dtype = _dtype(c.node)
-    if dtype == torch.bool or dtype is None:
-        return _whole(c.node)
-    if not dtype.is_floating_point:
-        whole = _whole(c.node)
-        if not (whole[0] <= low and high <= whole[1]):
-            return whole
-        return float(math.trunc(low)), float(math.trunc(high))
-    return low, high
-
-
 def _with(*positions: int, also: tuple[float, ...] = ()) -> _Rule:
     """Every value comes from one of these arguments, or is one of `also`."""
     return lambda c: _union(*(c[i] for i in positions), *((x, x) for x in also))
@@ -419,10 +409,10 @@ _RULES: dict[str, _Rule] = {
         "view _unsafe_view reshape clone alias detach select slice narrow unsqueeze squeeze permute transpose t mT "
         "numpy_T movedim swapaxes expand expand_as broadcast_to split split_with_sizes chunk unbind flatten unflatten "
         "view_as reshape_as contiguous lift_fresh_copy flip roll repeat repeat_interleave tile index _unsafe_index "
-        "index_select gather unfold diagonal amax amin max_dim",
+        "index_select gather unfold diagonal amax amin",
         _same,
     ),
-    **_each("to _to_copy type_as convert_element_type", _cast),
+    **_each("to _to_copy type_as convert_element_type", _same),
     **_each("add", _add),
     **_each("sub subtract", _sub),
     **_each("rsub", _rsub),
@@ -447,12 +437,14 @@ _RULES: dict[str, _Rule] = {
     **_each("clamp clip", _clamp),
     **_each("clamp_min", lambda c: (max(c[0][0], c[1][0]), max(c[0][1], c[1][1]))),
     **_each("clamp_max", lambda c: (min(c[0][0], c[1][0]), min(c[0][1], c[1][1]))),
-    **_each("maximum fmax", lambda c: (max(c[0][0], c[1][0]), max(c[0][1], c[1][1]))),
-    **_each("minimum fmin", lambda c: (min(c[0][0], c[1][0]), min(c[0][1], c[1][1]))),
+    **_each("max min", lambda c: _union(*(c.of(n) for n in c.node.all_input_nodes))),
+    **_each("maximum", lambda c: (max(c[0][0], c[1][0]), max(c[0][1], c[1][1]))),
+    **_each("minimum", lambda c: (min(c[0][0], c[1][0]), min(c[0][1], c[1][1]))),
     **_each("abs", _abs),
     **_each("square", lambda c: _square(c[0])),
     **_each("pow", _pow),
-    **_each("cumsum sum mean logcumsumexp", _signs),
+    **_each("cumsum sum mean", _signs),
+    **_each("logcumsumexp", lambda c: (c[0][0], _INF)),
     **_each("prod cumprod", _product),
     **_each("linalg_vector_norm norm", _fixed(0.0, _INF)),
     **_each("where", _with(1, 2)),

@@ -13,13 +13,13 @@ from torch import fx
 
 from lattn_compile.passes.spelled.aten import Index, is_tensor, name_of
 from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander
-from lattn_compile.passes.spelled.labels import Axis, flat, is_one, same_size
+from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, same_size, unify
 from lattn_compile.passes.spelled.proposal import NoMatch
-from lattn_compile.passes.spelled.step import Product, is_view
-from lattn_compile.passes.spelled.terms import Factor, Term, simplify
+from lattn_compile.passes.spelled.step import Product, Step, is_view, path_between
+from lattn_compile.passes.spelled.terms import Expr, Factor, Term, keyed, simplify
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["Fate", "Read", "fate_of", "find_reads"]
+__all__ = ["Fate", "Read", "fate_of", "find_late_read", "find_reads"]
 
 _THROUGH = frozenset(["aten::mul", "aten::multiply", "aten::neg", "aten::div"])
 _CASTS = frozenset(["aten::_to_copy", "aten::to", "prims::convert_element_type"])
@@ -32,7 +32,7 @@ class Read:
     Attributes:
         node: the result. axes: its labels. index: the labels of the state's axes.
         key_axes: axes of the state that are summed over.
-        scale: coefficient. q: factors that are multiplied in.
+        scale: coefficient. q: factors that are multiplied in. path: nodes from the state to the result.
     """
 
     node: fx.Node
@@ -41,6 +41,7 @@ class Read:
     key_axes: list[int]
     scale: float
     q: tuple[Factor, ...]
+    path: frozenset[fx.Node] = frozenset()
 
 
 def find_reads(index: Index, state: fx.Node, exclude: Collection[fx.Node]) -> tuple[list[Read], bool]:
@@ -56,12 +57,17 @@ def find_reads(index: Index, state: fx.Node, exclude: Collection[fx.Node]) -> tu
     while waiting:
         node, path = waiting.pop()
         for user in index.users(node):
-            if user in exclude or user in seen:
+            if user in seen:
                 continue
             seen.add(user)
+            if user in exclude:
+                if is_view(user):  # of a view that the next token shares with a read
+                    waiting.append((user, path | {user}))
+                continue
             along = path | {user}
             read = _as_read(index, state, user, along)
             if read is not None:
+                read.path = along
                 reads.append(read)
             elif len(along) < 12 and is_tensor(user) and (is_view(user) or name_of(user) in _THROUGH | _CASTS):
                 if user.users:
@@ -112,6 +118,86 @@ def _from_term(node: fx.Node, axes: list[Axis], term: Term, state: fx.Node) -> R
     if not any(set(f.labels()) & set(summed) for f in rest):
         return None  # a plain sum reads with no query
     return Read(node, axes, index, key_axes, term.coefficient, rest)
+
+
+def find_late_read(index: Index, step: Step) -> Read | None:
+    """A read that is spelled without the new state: o = Sᵀ (Γ q) + (q·k) u, which saves a pass over the state.
+
+    The query is read off the term with the old state; the rest has to be what it then must be, term by term.
+    """
+    tried = 0
+    for node in _below(index, step):
+        tried += 1
+        if tried > 24:
+            break
+        try:
+            read = _equals_read(index, step, node)
+        except (NoMatch, ValueError):
+            continue
+        if read is not None:
+            return read
+    return None
+
+
+def _below(index: Index, step: Step) -> list[fx.Node]:
+    """Sums that depend on the previous state and are not on the way to the new one, nearest first."""
+    waiting = [u for n in step.path if n is not step.update for u in n.users if u not in step.path]
+    seen = set(waiting)
+    found: list[fx.Node] = []
+    while waiting and len(seen) < 64:
+        node = waiting.pop(0)
+        if not is_tensor(node):
+            continue
+        if name_of(node) in _SUMS:
+            found.append(node)
+        for user in node.users:
+            if user not in seen and user not in step.path:
+                seen.add(user)
+                waiting.append(user)
+    return sorted(found, key=index.order.__getitem__)
+
+
+_SUMS = frozenset(["aten::add", "aten::sub", "aten::addcmul", "aten::baddbmm", "aten::addmm", "aten::rsub"])
+
+
+def _equals_read(index: Index, step: Step, node: fx.Node) -> Read | None:
+    new = simplify(Expander(index, step.root, step.path, PRODUCTS).expand(step.update))
+    path = path_between(index, step.root, node)
+    out = simplify(Expander(index, step.root, path, PRODUCTS).expand(node))
+    (decay,) = [t for t in new.terms if _root(t, step) and set(_root(t, step)[0].labels()) == set(new.free())]
+    free = set(out.free())
+    reading = [t for t in out.terms if _root(t, step)]
+    for term in sorted(reading, key=lambda t: len(t.factors)):
+        (mine,), (theirs,) = _root(term, step), _root(decay, step)
+        rename: dict[Label, Label] = {}
+        for axis, other in zip(mine.index, theirs.index, strict=True):
+            if isinstance(axis, int) or isinstance(other, int):
+                return None
+            if set(flat(axis)) <= free:
+                unify(axis, other)
+            else:
+                rename.update(zip(flat(axis), flat(other), strict=True))
+        if not rename:
+            continue
+        q = [f.renamed(rename) for f in term.factors if f is not mine]
+        for f in decay.factors:
+            if f.node is not step.root:
+                hit = next((g for g in q if g.key() == f.key()), None)
+                if hit is None:
+                    return None
+                q.remove(hit)
+        scale = term.coefficient / decay.coefficient
+        expected = simplify(Expr(out.axes, [Term(t.coefficient * scale, (*t.factors, *q)) for t in new.terms]))
+        want, got = keyed(expected), keyed(out)
+        if want.keys() == got.keys() and all(abs(want[k] - got[k]) <= 1e-12 * abs(want[k]) for k in want):
+            for axis, other in zip(new.axes, step.axes, strict=True):
+                unify(axis, other)
+            return Read(node, out.axes, tuple(step.axes), [], scale, tuple(q))
+    return None
+
+
+def _root(term: Term, step: Step) -> list[Factor]:
+    return [f for f in term.factors if f.node is step.root]
 
 
 @dataclass

@@ -13,14 +13,15 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lattn_compile.passes.spelled.proposal import Proposal
 from lattn_compile.passes.spelled.subgraph import Region, hint, name_of, shape_of
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["Sizes", "Unscalable", "plans", "real"]
+__all__ = ["Sizes", "Unscalable", "other_sizes", "plans", "real"]
 
 Sizes = Callable[[fx.Node], Any]
 """A node's shape (a list of them for several tensors), or the number that it is."""
@@ -57,7 +58,51 @@ class Unscalable(Exception):
 
 def real(node: fx.Node) -> Any:
     """The sizes the graph was traced with."""
-    return tree_map(lambda v: tuple(hint(n) for n in v.shape) if isinstance(v, Tensor) else hint(v), value(node))
+    return _each_shape(value(node), hint)
+
+
+def _each_shape(v: Any, number: Callable[[Any], Any]) -> Any:
+    return tree_map(lambda x: tuple(number(n) for n in x.shape) if isinstance(x, Tensor) else number(x), v)
+
+
+def other_sizes(regions: Sequence[Region], frontier: Sequence[fx.Node]) -> Iterator[Sizes]:
+    """Other sizes of a graph whose sizes are symbolic, such that all its guards hold; none if no size is.
+
+    One size proves little: at two tokens, a sum of two terms is as good as an inverse.
+    """
+    nodes = [*frontier, *regions[0].nodes]
+    numbers = [n for node in nodes for n in _numbers(value(node)) if isinstance(n, torch.SymInt)]
+    free = sorted({s for n in numbers for s in n.node.expr.free_symbols}, key=str)
+    if not free:
+        return
+    env = numbers[0].node.shape_env
+    traced = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # the latter before 2.12
+    known = {s: traced.get(s) for s in free}
+    if any(size is None for size in known.values()):
+        return
+    for change in (lambda n: n + 5, lambda n: 2 * n, lambda n: 4 * n, lambda n: n + 1, lambda n: n - 1):
+        chosen = {s: change(n) for s, n in known.items()}
+        ranges = all(env.var_to_range[s].lower <= n <= env.var_to_range[s].upper for s, n in chosen.items())
+        if ranges and not any(g.expr.xreplace(chosen) == False for g in env.guards):  # noqa: E712
+            yield _resized(chosen)
+
+
+def _numbers(v: Any) -> list[Any]:
+    return [n for leaf in tree_leaves(v) for n in (leaf.shape if isinstance(leaf, Tensor) else [leaf])]
+
+
+def _resized(chosen: dict[Any, int]) -> Sizes:
+    def number(n: Any) -> Any:
+        if not isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return n
+        found = n.node.expr.xreplace(chosen)
+        kind = int if isinstance(n, torch.SymInt) else float if isinstance(n, torch.SymFloat) else bool
+        return kind(found)
+
+    def of(node: fx.Node) -> Any:
+        return _each_shape(value(node), number)
+
+    return of
 
 
 def plans(proposal: Proposal, regions: Sequence[Region]) -> Iterator[Sizes]:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lattn_compile.passes.spelled.labels import same_size
 from lattn_compile.passes.spelled.lift import (
     PARTS,
     VIEWS,
@@ -28,9 +29,8 @@ from lattn_compile.passes.spelled.lift import (
     is_function,
     reshapes,
     rule_of,
-    same_size,
 )
-from lattn_compile.passes.spelled.proposal import NearMiss, Proposal, withdraw
+from lattn_compile.passes.spelled.proposal import NearMiss, Proposal
 from lattn_compile.passes.spelled.vectorize import parts
 from lattn_compile.passes.spelled.writer import Writer, aten, value
 
@@ -64,7 +64,9 @@ def rewrite_scan(gm: fx.GraphModule, scan_node: fx.Node, match_body: MatchBody) 
         gm: the functional graph that `scan_node` stands in.
         match_body: matches the body as one step; its proposal stands in the body's graph, over one token.
 
-    Returns: a proposal in the graph of `gm`, or, with `evidence["kept"]` saying why, in that of the body.
+    Returns: a proposal in the graph of `gm`, with the body's as its `step`, or, with `evidence["kept"]` saying why,
+        that of the body. The step is what was found and wants verifying; that it is done at every token follows
+        from the rules of `lift`, whatever else the body computes.
     """
     found = match_body(_submodule(gm, scan_node.args[0]))
     if not isinstance(found, Proposal):
@@ -75,7 +77,6 @@ def rewrite_scan(gm: fx.GraphModule, scan_node: fx.Node, match_body: MatchBody) 
     except _Keep as keep:
         writer.undo()
         return _inside(found, str(keep))
-    withdraw(found)
     return proposal
 
 
@@ -165,6 +166,7 @@ class _Unrolled:
             roles=roles,
             domains={self.outer[n]: domain for n, domain in step.domains.items() if n in self.outer},
             evidence={**step.evidence, "scan": self.node.name, "tokens": str(self.length)},
+            step=step,
         )
 
     # --- the state -------------------------------------------------------------------------------------------------
@@ -399,13 +401,11 @@ class _Unrolled:
 
 def _one_token(node: fx.Node) -> fx.Node | None:
     """What was given an axis of one token at position 1, if that is what `node` is."""
-    if node.target is aten.permute.default and isinstance(inner := node.args[0], fx.Node):
-        if list(node.args[1])[:2] == [1, 0] and inner.target is aten.unsqueeze.default and inner.args[1] == 0:  # type: ignore[arg-type]
-            rest = list(node.args[1])[2:]  # type: ignore[arg-type]
-            return inner.args[0] if rest == list(range(2, len(rest) + 2)) else None  # type: ignore[return-value]
-    if node.target is aten.unsqueeze.default and node.args[1] == 1:
-        return node.args[0]  # type: ignore[return-value]
-    return None
+    at: Any = 1
+    if node.target is aten.permute.default and node.args[1] == [1, 0, *range(2, value(node).dim())]:
+        node, at = node.args[0], 0  # type: ignore[assignment]
+    added = node.target is aten.unsqueeze.default and node.args[1] == at
+    return node.args[0] if added else None  # type: ignore[return-value]
 
 
 def _casts(node: fx.Node) -> bool:

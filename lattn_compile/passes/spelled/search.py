@@ -11,6 +11,7 @@ from torch import fx
 
 from lattn_compile.passes.spelled.aten import Index, name_of
 from lattn_compile.passes.spelled.build import build, role_nodes
+from lattn_compile.passes.spelled.canonical import canonicalize
 from lattn_compile.passes.spelled.chain import Chain, Link, find_chains
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal
 from lattn_compile.passes.spelled.stacks import simplify_stacks
@@ -29,6 +30,7 @@ class Found:
 def find(gm: fx.GraphModule, taken: set[fx.Node] | None = None) -> Found:
     """Steps and loops of one graph. What it proposes stands in the graph, unused."""
     found = Found()
+    canonicalize(gm)
     index = Index(gm.graph)
     chains, found.misses = find_chains(index, taken or set())
     for chain in chains:

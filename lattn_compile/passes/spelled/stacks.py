@@ -1,7 +1,7 @@
 """Outputs put together token by token, put together at once: what is left of a loop after its recurrence is one op.
 
-A `stack`, a `cat`, or a buffer written entry by entry, of values that are cut from one tensor and treated alike, is that
-tensor with its axes moved, treated once.
+A `stack`, a `cat`, or a buffer written entry by entry, of values that are cut from one tensor and treated alike, is
+that tensor with its axes moved, treated once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.lift import Operand, as_before, bind, same_sizes, static
+from lattn_compile.passes.spelled.labels import constant_size
+from lattn_compile.passes.spelled.lift import Operand, as_before, bind, same_sizes
 from lattn_compile.passes.spelled.vectorize import Vectorizer
 from lattn_compile.passes.spelled.writer import Writer, aten, value
 
@@ -21,16 +22,19 @@ _UPWARD = 16
 """Nodes looked at between what the stacked values are cut from and an output of a fused loop."""
 
 
-def simplify_stacks(gm: fx.GraphModule, outputs: Collection[fx.Node] | None = None) -> list[tuple[fx.Node, fx.Node]]:
-    """Replace every stack, cat or buffer of like-treated pieces by one expression; returns (new node, what it replaced).
+def simplify_stacks(gm: fx.GraphModule, outputs: Collection[fx.Node] | None = None) -> int:
+    """Replace every stack, cat or buffer of like-treated pieces by one expression.
 
-    What was replaced, and what only it used, is erased from the graph.
+    What is replaced, and what only it used, is erased from the graph.
 
     Args:
         gm: a functional graph.
         outputs: only values cut from these, through a few calls, are put together; None: all.
+
+    Returns: how many were replaced.
     """
-    done = []
+    erased: list[fx.Node] = []
+    written = 0
     lengths: dict[fx.Node, int] = {}
     for node in list(gm.graph.nodes):
         column = _column(node, lengths)
@@ -44,12 +48,13 @@ def simplify_stacks(gm: fx.GraphModule, outputs: Collection[fx.Node] | None = No
         new = as_before(writer, column.join(writer, vectorizer.stack(column.nodes)), node)
         if new is not None:
             node.replace_all_uses_with(new)
-            done.append((new, node))
+            erased.append(node)
+            written += 1
         else:
             writer.undo()
         _erase_unused(writer.inserted)
-    _erase_unused([old for _, old in done])
-    return done
+    _erase_unused(erased)
+    return written
 
 
 @dataclass
@@ -88,8 +93,8 @@ def _equal_parts(nodes: list[fx.Node], dim: int, rank: int) -> bool:
     values = [value(n) for n in nodes]
     if any(v.dim() != rank or v.dtype != values[0].dtype for v in values):
         return False
-    size = static(values[0].shape[dim])
-    return size is not None and all(static(v.shape[dim]) == size for v in values)
+    size = constant_size(values[0].shape[dim])
+    return size is not None and all(constant_size(v.shape[dim]) == size for v in values)
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def _whole(node: fx.Node) -> fx.Node:
         if node.target not in (aten.slice.Tensor, aten.slice_scatter.default):
             break
         args = bind(node.target, node.args, node.kwargs)
-        n = static(value(node).shape[args.get("dim", 0)])
+        n = constant_size(value(node).shape[args.get("dim", 0)])
         start, end = args.get("start"), args.get("end")
         inner: fx.Node = args["src"] if node.target is aten.slice_scatter.default else args["self"]
         if args.get("step", 1) != 1 or start not in (None, 0):
@@ -136,7 +141,7 @@ def _write(node: fx.Node) -> _Write | None:
     args = bind(node.target, node.args, node.kwargs)
     shape = value(node).shape
     dim = args.get("dim", 0) % len(shape)
-    n = static(shape[dim])
+    n = constant_size(shape[dim])
     if n is None:
         return None
     if node.target is aten.select_scatter.default:
@@ -156,7 +161,7 @@ def _written(node: fx.Node, lengths: dict[fx.Node, int]) -> _Column | None:
     if last is None:
         return None
     lengths[node] = lengths.get(_whole(last.buffer), 0) + 1
-    total = static(value(node).shape[last.dim])
+    total = constant_size(value(node).shape[last.dim])
     assert total is not None
     count, rest = divmod(total, last.size)
     if rest or lengths[node] < count:

@@ -9,13 +9,13 @@ terms are then *proved* to be a decay, a rank-one write, and an erase that reads
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from lattn_compile.passes.spelled.aten import Index, arguments, is_tensor, name_of, widens
-from lattn_compile.passes.spelled.expand import PRODUCTS, SELECTS, VIEWS, Expander
+from lattn_compile.passes.spelled.expand import PRODUCTS, SELECTS, VIEWS, Expander, expandable
 from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, same_size, unify
 from lattn_compile.passes.spelled.proposal import NoMatch
 from lattn_compile.passes.spelled.terms import Expr, Factor, Term, frozenset_of, simplify
@@ -43,7 +43,8 @@ class Step:
         axes: of the update; root_index: labels of the root's axes.
         decay_terms: D as a sum of products; one product of coefficient 1 without factors is no decay.
         k, beta: products; v: a sum of products. beta None is 1.
-        rounded: dtype to which the previous state was rounded for storage, if so.
+        late: nodes of a read that is spelled with the previous state.
+        failure: why the step cannot be used after all.
     """
 
     update: fx.Node
@@ -61,6 +62,7 @@ class Step:
     beta: Product | None
     depth: int = 0
     failure: NoMatch | None = None
+    late: set[fx.Node] = field(default_factory=set)
 
     @property
     def decay(self) -> str:
@@ -223,7 +225,9 @@ def roots_of(update: fx.Node, states: dict[fx.Node, object]) -> list[fx.Node]:
             return 0
         if node.op in ("placeholder", "get_attr") or name_of(node) in _CONSTANTS:
             return 1
-        return 2 if origin.op in ("placeholder", "get_attr") or name_of(origin) in _CONSTANTS else 3
+        if origin.op in ("placeholder", "get_attr") or name_of(origin) in _CONSTANTS:
+            return 2
+        return 4 if _is_outer(origin) else 3
 
     return sorted(dict.fromkeys(found), key=rank)
 
@@ -282,6 +286,14 @@ class NeedsMatrix(Exception):
         self.node = node
 
 
+# Looking deeper into what does not depend on the state changes nothing about these.
+_FINAL = frozenset(["STATE_OP", "STATE_ROUNDED", "ARITHMETIC_DTYPE"])
+
+
+class _HiddenBeta(NoMatch):
+    """A beta on the write alone that a shallower look had taken for part of the value."""
+
+
 def match_step(index: Index, update: fx.Node, root: fx.Node, key_axis: int | None = None) -> Step:
     """Prove that `update` is one step from `root`. Raises NoMatch saying how far it came.
 
@@ -299,17 +311,17 @@ def match_step(index: Index, update: fx.Node, root: fx.Node, key_axis: int | Non
                 expr = simplify(Expander(index, root, path, depth, matrices).expand(update))
                 return _classify(expr, index, update, root, path, depth, key_axis)
             except NeedsMatrix as needed:
-                if needed.node in matrices:
+                if needed.node in matrices or needed.node in path or not expandable(needed.node):
                     best = best or NoMatch("NOT_RANK_ONE", f"{needed.node.name} is no outer product", needed.node)
                     break
                 matrices.add(needed.node)
             except NoMatch as error:
-                best = error if best is None or error.code == "BETA_ONE_SIDE" else best
+                best = error if best is None else best
+                if error.code in _FINAL or isinstance(error, _HiddenBeta):
+                    raise
                 break
         else:
             best = best or NoMatch("TOO_MANY_TERMS", "the update is a sum of too many products", update)
-        if best is not None and best.code in ("STATE_OP", "STATE_ROUNDED", "ARITHMETIC_DTYPE", "BETA_ONE_SIDE"):
-            break
     assert best is not None
     raise best
 
@@ -376,7 +388,7 @@ def _classify(
             raise NoMatch("DECAY_AXIS", "the decay depends on the value axis of the state", update)
     if erases:
         _prove_delta(step, erases, writes, renames, root)
-        if step.beta is None and depth == VIEWS:
+        if step.beta is None:
             _refuse_hidden_beta(step, index)
     else:
         _split_additive(step, writes)
@@ -500,6 +512,10 @@ def _prove_delta(
     if len(step.decay_terms) > 1:
         raise NoMatch("DECAY_FORM", "the decay of a delta rule is a sum of terms", step.update)
     if len(erases) > 1:
+        for term in erases:
+            for f in _without(term, root):
+                if (inner := _sum_inside(f.node)) is not None:
+                    raise NeedsMatrix(inner)
         raise NoMatch("NOT_RANK_ONE", "more than one erase", step.update)
     (decay,), (erase,), (rename,) = step.decay_terms, erases, renames
     keys, columns = set(step.key), set(step.column)
@@ -544,6 +560,15 @@ def _prove_delta(
     step.beta = None if not beta and strength == 1.0 else Product(strength, beta or ())
 
 
+def _sum_inside(node: fx.Node) -> fx.Node | None:
+    """The sum that a node is a view of, if it is one of one number and one tensor: 1 - beta."""
+    while is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    if name_of(node) not in ("aten::rsub", "aten::sub", "aten::add"):
+        return None
+    return node if len(node.all_input_nodes) == 1 else None
+
+
 def _shared_scalars(erase: list[Factor], write: list[Factor], step: Step) -> tuple[list[Factor], list[Factor]]:
     """(norms, beta): the erase carries norms² · beta, the write norms · beta; nothing else is allowed."""
     doubled: list[Factor] = []
@@ -563,25 +588,29 @@ def _shared_scalars(erase: list[Factor], write: list[Factor], step: Step) -> tup
 
 
 def _refuse_hidden_beta(step: Step, index: Index) -> None:
-    """Without a beta, a value that is itself scaled per head is a beta on the write alone."""
-    heads = set(step.batch)
+    """Without a beta, a value that is itself scaled per head is a beta on the write alone. A mask is none."""
+    columns = set(step.column)
     for p in step.v:
         for f in p.factors:
-            inside = Expander(index, None, (), PRODUCTS).expand(f.node)
-            for term in inside.terms:
-                if len(term.factors) > 1 and any(len(g.labels()) < len(f.labels()) for g in term.factors if heads):
-                    scalars = [g for g in term.factors if not _runs_along(g, inside, f, step)]
-                    if scalars:
-                        raise NoMatch("BETA_ONE_SIDE", "a factor stands on the write only", step.update)
+            inside = Expander(index, None, (), SELECTS).expand(f.node)
+            along = {
+                label
+                for axis, labels in zip(f.index, inside.axes, strict=True)
+                if not isinstance(axis, int) and set(flat(axis)) & columns
+                for label in flat(labels)
+            }
+            for term in inside.terms if along else ():
+                if any(not along & set(g.labels()) and not _is_mask(g.node) for g in term.factors):
+                    raise _HiddenBeta("BETA_ONE_SIDE", "a factor stands on the write only", f.node)
 
 
-def _runs_along(g: Factor, inside: Expr, outside: Factor, step: Step) -> bool:
-    """Whether a factor of an expanded value runs along the state's V axis."""
-    columns = set(step.column)
-    for axis, labels in zip(outside.index, inside.axes, strict=True):
-        if not isinstance(axis, int) and set(flat(axis)) & columns:
-            return bool(set(flat(labels)) & set(g.labels()))
-    return True
+def _is_mask(node: fx.Node) -> bool:
+    """Whether a tensor is a cast of integers or booleans."""
+    while is_view(node) or name_of(node) in _CASTS or name_of(node) in ("aten::select", "aten::slice"):
+        if not is_tensor(node.args[0]):
+            return False
+        node = node.args[0]  # type: ignore[assignment]
+    return not value(node).dtype.is_floating_point
 
 
 def _split_additive(step: Step, writes: list[Term]) -> None:

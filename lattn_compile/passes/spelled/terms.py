@@ -15,7 +15,7 @@ from lattn_compile.passes.spelled.labels import Axis, Label, constant_size, flat
 from lattn_compile.passes.spelled.proposal import NoMatch
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["EYE", "Expr", "Factor", "Term", "add", "atom", "broadcast", "contract", "multiply", "simplify"]
+__all__ = ["EYE", "Expr", "Factor", "Term", "add", "atom", "broadcast", "contract", "keyed", "multiply", "simplify"]
 
 MAX_TERMS = 64
 
@@ -159,6 +159,12 @@ def _limited(terms: list[Term]) -> list[Term]:
     if len(terms) > MAX_TERMS:
         raise NoMatch("TOO_MANY_TERMS", f"more than {MAX_TERMS} products in one state update")
     return terms
+
+
+def keyed(expr: Expr) -> dict[Any, float]:
+    """Coefficients by product, summed labels called by where they stand: equal for equal expressions."""
+    free = set(expr.free())
+    return {frozenset_of(f.key(_summed_names(t, free)) for f in t.factors): t.coefficient for t in expr.terms}
 
 
 def simplify(expr: Expr) -> Expr:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lattn_compile.passes.spelled.labels import constant_size
 from lattn_compile.passes.spelled.lift import (
     CREATIONS,
     PARTS,
@@ -20,7 +22,6 @@ from lattn_compile.passes.spelled.lift import (
     is_function,
     rule_of,
     same_sizes,
-    static,
 )
 from lattn_compile.passes.spelled.writer import Writer, aten, value
 
@@ -42,7 +43,7 @@ class _Recurrent(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """A node's value as `size` entries of `base` along `dim` from `start` on; `keep`: that axis stays, else size is 1."""
+    """A node as `size` entries of `base` along `dim` from `start` on; `keep`: that axis stays, else size is 1."""
 
     base: fx.Node
     dim: int
@@ -137,15 +138,17 @@ class Vectorizer:
             return None
         call = Call(self.writer, len(column), first, bind(first.target, args, kwargs), self._plan)
         write = rule(call)
-        opaque = [x for x in call.asked if x.opaque]
-        if write is None or (opaque and len(opaque) == len([x for x in call.asked if x.constant is None])):
+        varying = [x for x in call.asked if x.constant is None]
+        if write is None or (varying and all(x.opaque for x in varying)):
             return None
+        if not varying:
+            return self._operand(column, constant=first)
         return self._operand(column, write=write, sources=frozenset().union(*(x.sources for x in call.asked)))
 
     # --- pieces of a tensor ------------------------------------------------------------------------------------------
 
     def _pieces(self, column: tuple[fx.Node, ...]) -> Operand | None:
-        pieces = []
+        pieces: list[Piece] = []
         for node in column:
             piece = self._piece(node)
             if piece is None or (pieces and piece.cut != pieces[0].cut):
@@ -153,9 +156,8 @@ class Vectorizer:
             pieces.append(piece)
         first = pieces[0]
         starts = [p.start for p in pieces]
-        if len(column) == 1:
-            if static(value(first.base).shape[first.dim]) != first.size:
-                return None  # a slice and an unsqueeze are no better than the unsqueeze
+        if len(column) == 1 and constant_size(value(first.base).shape[first.dim]) != first.size:
+            return None  # a slice and an unsqueeze are no better than the unsqueeze
         like = value(first.base)
         if any(value(p.base).dtype != like.dtype or not same_sizes(value(p.base).shape, like.shape) for p in pieces):
             return None
@@ -163,7 +165,7 @@ class Vectorizer:
             return self._from_run(column, first, starts)
         if all(start == first.start for start in starts):
             return self._from_every_base(column, pieces)
-        return self._from_runs(column, pieces)
+        return self._from_runs(column, pieces) or self._from_equal_bases(column, pieces)
 
     def _from_run(self, column: tuple[fx.Node, ...], first: Piece, starts: list[int]) -> Operand | None:
         if not regular(starts, first.size):
@@ -179,6 +181,8 @@ class Vectorizer:
         base, first = self._plan(tuple(p.base for p in pieces)), pieces[0]
         if base.opaque:
             return None
+        if base.constant is not None:
+            return self._operand(column, constant=column[0])
 
         def write() -> fx.Node:
             if first.keep:
@@ -186,6 +190,11 @@ class Vectorizer:
             return self.writer.select(base.stacked(), first.dim + 1, first.start)
 
         return self._operand(column, write=write, sources=base.sources)
+
+    def _from_equal_bases(self, column: tuple[fx.Node, ...], pieces: list[Piece]) -> Operand | None:
+        """Bases that are the same value, computed anew for every token."""
+        base = self._plan(tuple(p.base for p in pieces))
+        return None if base.constant is None else self._from_run(column, pieces[0], [p.start for p in pieces])
 
     def _from_runs(self, column: tuple[fx.Node, ...], pieces: list[Piece]) -> Operand | None:
         """Token `i * m + j` is piece j of base i."""
@@ -230,7 +239,7 @@ class Vectorizer:
         return self.writer.permute(x, [*others[:to], dim, *others[to:]])
 
     def _slice(self, x: fx.Node, dim: int, start: int, end: int, step: int = 1) -> fx.Node:
-        if start == 0 and step == 1 and static(value(x).shape[dim]) == end:
+        if start == 0 and step == 1 and constant_size(value(x).shape[dim]) == end:
             return x
         return self.writer.call(aten.slice.Tensor, x, dim, start, end, step)
 
@@ -253,12 +262,12 @@ class Vectorizer:
             return None
         if node.target in (aten.squeeze.dim, aten.squeeze.dims):
             dims = [node.args[1]] if isinstance(node.args[1], int) else list(node.args[1])  # type: ignore[arg-type, call-overload]
-            if len(dims) != 1 or x.dim() == 0 or static(x.shape[dims[0]]) != 1:
+            if len(dims) != 1 or x.dim() == 0 or constant_size(x.shape[dims[0]]) != 1:
                 return None
             return Piece(base, dims[0] % x.dim(), 0, 1, keep=False)
         args = bind(node.target, node.args, node.kwargs)
         dim = args.get("dim", 0) % x.dim()
-        n = static(x.shape[dim])
+        n = constant_size(x.shape[dim])
         if n is None:
             return None
         if node.target is aten.select.int:
@@ -278,7 +287,7 @@ class Vectorizer:
 
 
 def parts(source: fx.Node) -> list[Piece | None] | None:
-    """The outputs of split, chunk or unbind as pieces of what was split, if the sizes are known; empty ones are None."""
+    """The outputs of split, chunk or unbind as pieces of what was split, if sizes are known; empty ones are None."""
     if source.target not in PARTS:
         return None
     args = bind(source.target, source.args, source.kwargs)
@@ -286,7 +295,7 @@ def parts(source: fx.Node) -> list[Piece | None] | None:
     dim, at = args.get("dim", 0) % value(base).dim(), 0
     pieces: list[Piece | None] = []
     for part in value(source):
-        size = static(part.shape[dim]) if keep else 1
+        size = constant_size(part.shape[dim]) if keep else 1
         if size is None:
             return None
         pieces.append(Piece(base, dim, at, size, keep) if size else None)
@@ -301,7 +310,7 @@ def regular(starts: list[int], size: int) -> bool:
     step = starts[1] - starts[0]
     if step == 0 or (size > 1 and abs(step) != size):
         return False
-    return all(b - a == step for a, b in zip(starts, starts[1:], strict=False))
+    return all(b - a == step for a, b in itertools.pairwise(starts))
 
 
 class _Differ(Exception):

@@ -10,6 +10,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lattn_compile.passes.spelled.labels import same_size
+
 aten = torch.ops.aten
 
 _METADATA = ("nn_module_stack", "stack_trace", "source_fn_stack")
@@ -30,6 +32,11 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
 
 def default_permutation(dims: Sequence[int]) -> bool:
     return list(dims) == list(range(len(dims)))
+
+
+def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether shapes are equal for certain. Comparing symbolic sizes would put a guard on them."""
+    return len(a) == len(b) and all(same_size(value(m), value(n)) for m, n in zip(a, b, strict=True))
 
 
 class Writer:
@@ -69,7 +76,7 @@ class Writer:
 
     def reshape(self, x: fx.Node, shape: Sequence[Any]) -> fx.Node:
         """`shape` holds ints, SymInts or nodes of SymInts. SymInts are written as nodes."""
-        if list(value(x).shape) == list(shape):
+        if _same(value(x).shape, shape):
             return x
         return self.call(aten.reshape.default, x, [self.size(n) for n in shape])
 
@@ -80,7 +87,7 @@ class Writer:
         return self.call(aten.select.int, x, dim, index)
 
     def expand(self, x: fx.Node, shape: Sequence[Any]) -> fx.Node:
-        if list(value(x).shape) == list(shape):
+        if _same(value(x).shape, shape):
             return x
         return self.call(aten.expand.default, x, [self.size(n) for n in shape])
 

@@ -1,6 +1,7 @@
 """The corpus: every spelling that must be recognised (`MATCH`) or left alone (`REFUSE`).
 
-Here are the ordinary ones; the others are in `delta_spellings`, `additive_spellings` and `near_misses`.
+Here are the ordinary ones; the others are in `delta_spellings`, `kda_spellings`, `additive_spellings` and
+`near_misses`.
 They are samples of an open set, not a list to match against.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.passes.spelled import additive_spellings, delta_spellings, near_misses  # noqa: F401  (they register)
+# They register what they hold.
+from tests.passes.spelled import additive_spellings, delta_spellings, kda_spellings, near_misses  # noqa: F401
 from tests.passes.spelled.registry import MATCH, REFUSE, Args, make_args, match, refuse
 
 __all__ = ["MATCH", "REFUSE", "Args", "make_args"]

@@ -75,6 +75,7 @@ class Spelling:
     def meaning(self, a: Args) -> dict[str, Any]:
         """Keyword arguments of `harness.recurrence`, whatever the mutation."""
         key_heads = self.heads // self.group
+        a = Args(*(x.double() for x in a))
         return {
             "q": a.q[:, :, :key_heads],
             "k": a.k[:, :, :key_heads],
@@ -127,7 +128,7 @@ class Spelling:
             case "exp2":
                 return torch.exp2(g * (1 / math.log(2)))
             case "double_minus":
-                return torch.exp(-(-g))
+                return torch.exp(-torch.neg(g))
             case "reciprocal":
                 return 1 / torch.exp(-g)
             case "expm1":
@@ -177,9 +178,7 @@ class Spelling:
 
     def _unfold_heads(self, x: Tensor) -> Tensor:
         if self.layout == "n":
-            return x.view(self.batch, self.heads, *x.shape[1:]) if x.is_contiguous() else x.unflatten(
-                0, (self.batch, self.heads)
-            )
+            return x.unflatten(0, (self.batch, self.heads))
         return x.transpose(0, 1) if self.layout == "hb" else x
 
     def _noisy(self, S: Tensor) -> Tensor:

@@ -30,18 +30,22 @@ def copies(args: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in args)
 
 
-def rewrite_graph(fn: Callable[..., Any], args: Sequence[Tensor], via: str) -> tuple[Callable[..., Any], Report]:
+def rewrite_graph(
+    fn: Callable[..., Any], args: Sequence[Tensor], via: str, *, tracing_mode: str = "real"
+) -> tuple[Callable[..., Any], Report]:
     """`fn` traced on `args` and rewritten under the policy `exact`.
 
     Args:
         fn: a spelling. args: its six tensors; never changed.
         via: "make_fx" (pre-dispatch ATen), "export" (not strict), or "compile" (a Dynamo graph, run node by node
             without Inductor; later calls must need gradients of the same arguments, or Dynamo compiles once more).
+        tracing_mode: make_fx's. "real" gives every node a fake mode of its own, "fake" one to all.
     Returns:
         What replaces `fn`, and the report.
     """
     if via == "make_fx":
-        result = lc.rewrite(make_fx(fn, pre_dispatch=True)(*_detached(args)), "exact")
+        trace = make_fx(fn, tracing_mode=tracing_mode, pre_dispatch=True)
+        result = lc.rewrite(trace(*_detached(args)), "exact")
         return result.module, result.report
     if via == "export":
         result = lc.rewrite(torch.export.export(_Layer(fn), _detached(args), strict=False), "exact")

@@ -39,7 +39,9 @@ _DELTA: set[str] = set()
 _NEEDS: dict[str, Callable[[Spelling], bool]] = {}
 
 
-def _mutation(*, delta: bool = False, needs: Callable[[Spelling], bool] | None = None) -> Callable[[Mutation], Mutation]:
+def _mutation(
+    *, delta: bool = False, needs: Callable[[Spelling], bool] | None = None
+) -> Callable[[Mutation], Mutation]:
     def register(fn: Mutation) -> Mutation:
         name = fn.__name__
         MUTATIONS[name] = fn
@@ -73,9 +75,7 @@ def _wrong_step(
     b_write = token.beta if write_beta is None else write_beta
     b_erase = token.beta if erase_beta is None else erase_beta
     if s.fold in ("erase_then_write", "mixture"):
-        erased = S - sign * products.outer(
-            s.write_product, token.k, b_erase[..., None] * prediction, s.values_first
-        )
+        erased = S - sign * products.outer(s.write_product, token.k, b_erase[..., None] * prediction, s.values_first)
         S = s.add(erased, token.k, b_write[..., None] * token.v)
     else:
         S = s.add(S, token.k, b_write[..., None] * token.v - sign * b_erase[..., None] * prediction)

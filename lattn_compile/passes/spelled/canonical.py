@@ -1,0 +1,146 @@
+"""One node a value: duplicates are merged, and what was written to a buffer is read from where it came from.
+
+A loop that keeps its states in one tensor (`states[:, t + 1] = step(states[:, t])`) reads each from a buffer that was
+just written; functionalised, that is a select of a scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from lattn_compile.passes.spelled.aten import Index, arguments, name_of
+from lattn_compile.passes.spelled.labels import constant_size, is_one
+from lattn_compile.passes.spelled.writer import Writer, value
+
+__all__ = ["canonicalize"]
+
+aten = torch.ops.aten
+
+# What makes new memory stays apart: two outputs may not become one tensor.
+_NEW = frozenset(
+    f"aten::{name}"
+    for name in (
+        "clone contiguous _to_copy to zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like "
+        "full_like empty_like scalar_tensor arange eye rand randn lift_fresh_copy detach copy"
+    ).split()
+)
+
+
+def canonicalize(gm: fx.GraphModule) -> None:
+    """Merge equal nodes of a functional graph, and read scattered values at their source."""
+    for _ in range(2):
+        changed = _forward_writes(gm.graph)
+        _drop_overwritten(gm.graph)
+        _merge(gm.graph)
+        if not changed:
+            break
+
+
+def _merge(graph: fx.Graph) -> None:
+    index = Index(graph)
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    returned = set(output.all_input_nodes)
+    for node, same in index.same.items():
+        if node is not same and name_of(node) not in _NEW and node not in returned:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+
+
+def _forward_writes(graph: fx.Graph) -> bool:
+    changed = False
+    for node in list(graph.nodes):
+        if name_of(node) not in ("aten::select", "aten::slice"):
+            continue
+        source = _source(node)
+        if source is None:
+            continue
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+        changed = True
+    return changed
+
+
+def _drop_overwritten(graph: fx.Graph) -> None:
+    """Entries of a buffer that are written again before anything reads them are not written."""
+    for top in reversed(list(graph.nodes)):
+        if name_of(top) not in _SCATTERS or any(_continues(top, user) for user in top.users) and len(top.users) == 1:
+            continue
+        covered: set[tuple[int, int]] = set()
+        above: fx.Node | None = None
+        for write in list(_writes(top)):
+            place = _place(write)
+            if place is None or covered and place[0] != next(iter(covered))[0] or above and len(write.users) != 1:
+                break
+            if place in covered and above is not None:
+                above.replace_input_with(write, write.args[0])
+                graph.erase_node(write)
+            else:
+                covered.add(place)
+                above = write
+
+
+def _continues(write: fx.Node, user: fx.Node) -> bool:
+    return name_of(user) in _SCATTERS and user.args[0] is write
+
+
+_SCATTERS = frozenset(["aten::select_scatter", "aten::slice_scatter"])
+
+
+def _place(node: fx.Node) -> tuple[int, int] | None:
+    """(dim, position) of a select, a slice of length 1, or the write of one."""
+    a = arguments(node)
+    name = name_of(node)
+    whole = value(a["self"])
+    if not isinstance(whole, torch.Tensor):
+        return None
+    dim = a["dim"] % whole.dim()
+    size = constant_size(whole.shape[dim])
+    at: Any = a["index"] if name in ("aten::select", "aten::select_scatter") else a.get("start") or 0
+    if not isinstance(at, int) or size is None:
+        return None
+    if name in ("aten::slice", "aten::slice_scatter"):
+        part = value(node) if name == "aten::slice" else value(a["src"])
+        if not is_one(part.shape[dim]):
+            return None
+        at = max(at + size, 0) if at < 0 else at
+    return dim, at % size if at < 0 else at
+
+
+def _source(node: fx.Node) -> fx.Node | None:
+    """What a select reads from a buffer that was written entry by entry: the value, or the buffer further back."""
+    place = _place(node)
+    if place is None:
+        return None
+    base: Any = node.args[0]
+    for write in _writes(base):
+        written = _place(write)
+        if written is None or written[0] != place[0]:
+            break
+        if written[1] == place[1]:
+            return _as(node, write)
+        base = write.args[0]
+    if base is node.args[0]:
+        return None
+    return Writer(node, node).call(node.target, base, *node.args[1:], **node.kwargs)
+
+
+def _writes(node: Any) -> Iterator[fx.Node]:
+    while isinstance(node, fx.Node) and name_of(node) in _SCATTERS:
+        yield node
+        node = node.args[0]
+
+
+def _as(node: fx.Node, write: fx.Node) -> fx.Node:
+    """The written value in the shape and dtype that the select has."""
+    a = arguments(write)
+    x, dim = a["src"], a["dim"] % value(node.args[0]).dim()
+    w = Writer(node, node)
+    if name_of(write) == "aten::slice_scatter" and name_of(node) == "aten::select":
+        x = w.call(aten.squeeze.dim, x, dim)
+    elif name_of(write) == "aten::select_scatter" and name_of(node) == "aten::slice":
+        x = w.unsqueeze(x, dim)
+    return w.expand(w.to(x, value(node).dtype), value(node).shape)
