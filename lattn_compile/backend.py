@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from lattn_compile import errors, passes
+from lattn_compile import errors, passes, phase
 from lattn_compile.attach import GROUP, PATH, RECIPE, attached_anywhere, note_compile_without_recipe
-from lattn_compile.errors import LattnError, LattnWarning, PolicyError, RewriteError, nearest, reason
+from lattn_compile.errors import LattnError, LattnWarning, PhaseError, PolicyError, RewriteError, nearest, reason
 from lattn_compile.lowering import _torch_private as private
 from lattn_compile.passes import capture, normalize
 from lattn_compile.passes.context import PassContext
@@ -87,10 +87,28 @@ def _compile(
     identity = f"{source_hash()}:{_policies_fingerprint(context)}"
     patches["post_grad_custom_post_pass"] = private.CacheIdentity(identity, inner)
     compiled = private.compile_with_inductor(gm, inputs, patches)
+    if any(s.proposal is not None and s.op_quantizes for s in context.sites):
+        compiled = _without_phase(compiled)
     report.seconds = time.perf_counter() - started
     _SECONDS += report.seconds
     log.info("%s", report.summary())
     return compiled
+
+
+def _without_phase(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A phase reaches the graph where its code reads it, which a spelled-out recurrence does not: refused, not ignored."""
+
+    def checked(*args: Any) -> Any:
+        if phase.current() != (None, None):
+            raise PhaseError(
+                "lc.training_phase",
+                got="an active phase around a recurrence that the model spells out, under a quantizing policy",
+                want="a phase only around captured library calls and lc.linear_attention",
+                remedy="Call lc.linear_attention in that layer, or leave the phase: all its tokens are then suffix.",
+            )
+        return compiled(*args)
+
+    return checked
 
 
 def parse_options(mode: str | None, options: dict[str, Any]) -> tuple[Recipe | None, bool, dict[str, Any]]:
@@ -272,16 +290,28 @@ def _attached() -> tuple[tuple[str, str] | None, Recipe | None]:
     return None, None
 
 
+def _attached_root() -> tuple[tuple[str, str] | None, Recipe | None]:
+    """Attached path, group and recipe of the module being compiled."""
+    found = private.compiled_module()
+    if found is None or GROUP not in found[1].__dict__:
+        return None, None
+    local, module = found
+    private.guard_attribute(local, GROUP)
+    return (module.__dict__[PATH], module.__dict__[GROUP]), module.__dict__[RECIPE]
+
+
 def _wire_capture() -> None:
     errors.through_tracer = private.as_unsupported
     capture.HOOKS.compiling_for_us = _compiling_for_us
     capture.HOOKS.attached = _attached
+    capture.HOOKS.attached_root = _attached_root
     capture.HOOKS.left_alone = _left_alone
     capture.HOOKS.say_refused = _say_refused
     capture.HOOKS.rule_number = _rule_number
     capture.HOOKS.current_compile = private.current_compile
     capture.HOOKS.module_path = private.module_path
     normalize.HOOKS.trace = private.trace_before_autograd
+    normalize.HOOKS.untraceable = private.Untraceable
     normalize.HOOKS.set_grad_enabled = private.set_grad_enabled
     source_hash()  # of the files as they are loaded, not as someone may edit them before the first compile
     private.before_every_trace(capture.install)

@@ -20,6 +20,7 @@ __all__ = [
     "FormatError",
     "LattnError",
     "LattnWarning",
+    "PhaseError",
     "PolicyError",
     "Reason",
     "RecipeError",
@@ -106,6 +107,12 @@ class SequenceError(LattnError):
     """`cu_seqlens`, prefix or sequence lengths contradict the tokens."""
 
     code = "sequence"
+
+
+class PhaseError(LattnError):
+    """A phase is active where nothing can see it."""
+
+    code = "phase"
 
 
 class StateError(LattnError):

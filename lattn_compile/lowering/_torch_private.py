@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,13 +35,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lattn_compile.errors import LattnError
-from lattn_compile.passes.normalize import NotNormalized, Trace
 
 BACKEND = "lattn_compile"
 
 __all__ = [
     "BACKEND",
     "CacheIdentity",
+    "FunctionalTrace",
+    "Untraceable",
     "before_every_trace",
     "compile_with_inductor",
     "compiling_options",
@@ -167,6 +169,26 @@ def guarded_constant(frame: Any, variable: Any, name: str) -> Any:
     return attribute.as_python_constant()
 
 
+def compiled_module() -> tuple[str, torch.nn.Module] | None:
+    """The module whose forward was traced into the graph that the backend is being handed, and its name there."""
+    tx = _translator()
+    if tx is None or tx.output.root_tx is None or not tx.output.root_tx.f_code.co_argcount:
+        return None
+    name = tx.output.root_tx.f_code.co_varnames[0]
+    module = tx.output.root_tx.f_locals.get(name)
+    return (name, module) if isinstance(module, torch.nn.Module) else None
+
+
+def guard_attribute(local: str, name: str) -> None:
+    """Another value of the string attribute `name` of a local of the traced frame means another graph.
+    (`torch._dynamo.guards.install_guard`)"""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource, LocalSource
+
+    source = AttrSource(LocalSource(local), name)
+    install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+
+
 def traced_path() -> str:
     """Module path of the frame being traced, as in `node.meta["nn_module_stack"]`."""
     tx = _translator()
@@ -249,6 +271,23 @@ def configured_post_grad_pass(patches: dict[str, Any]) -> Any | None:
     return patches.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
 
 
+class Untraceable(Exception):
+    """A graph has no functional counterpart before autograd, and why in words."""
+
+
+@dataclass
+class FunctionalTrace:
+    """One graph traced again, functional: `passes.normalize.Trace`."""
+
+    module: fx.GraphModule
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    written: dict[int, bool]
+    aliases: bool
+    gradients: bool
+    training: bool
+
+
 class _BeforeAutograd(FunctionalTensorMode):
     """Functionalization before autograd that keeps composite ops (matmul, einsum, training dropout) whole.
 
@@ -295,7 +334,7 @@ class _BeforeAutograd(FunctionalTensorMode):
                 if not isinstance(x, FunctionalTensor) or _memory(x) not in self.differentiated:
                     continue
                 if not torch.is_grad_enabled() or hasattr(x, "_hidden"):
-                    raise NotNormalized(f"{func} writes, hidden from autograd, into a tensor that is differentiated")
+                    raise Untraceable(f"{func} writes, hidden from autograd, into a tensor that is differentiated")
 
 
 def _memory(x: FunctionalTensor) -> StorageWeakRef:
@@ -334,7 +373,7 @@ class _Retrace(PropagateUnbackedSymInts):
         """The region's outputs, as new fake tensors: the tracer knows tensors by identity."""
         value = node.meta.get("val", node.meta.get("example_value"))
         if value is None:
-            raise NotNormalized(f"the region {node.name} has no example value")
+            raise Untraceable(f"the region {node.name} has no example value")
         return tree_map_only(Tensor, _new_fake, value)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -353,7 +392,7 @@ class _Retrace(PropagateUnbackedSymInts):
             return super().call_function(target, args, kwargs)
         proxies = get_proxy_mode()
         assert proxies is not None
-        tracer = proxies.tracer
+        tracer: Any = proxies.tracer
         names = {id(self.fetch_attr(name)): (name, body) for name, body in self.regions[node].items()}
 
         def recorded(x: Any) -> Any:
@@ -376,11 +415,15 @@ class _Retrace(PropagateUnbackedSymInts):
 def _new_fake(x: Any, mode: FakeTensorMode | None = None) -> Any:
     """A fake tensor with memory of its own, otherwise like the fake `x`."""
     if is_traceable_wrapper_subclass(x) or x.layout is not torch.strided or not isinstance(x, FakeTensor):
-        raise NotNormalized(f"a tensor is a {type(x).__name__} of layout {x.layout}")
+        raise Untraceable(f"a tensor is a {type(x).__name__} of layout {x.layout}")
     with mode or x.fake_mode:
         return torch.empty_strided(
             x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad and x.is_leaf
         )
+
+
+def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
+    return functools.reduce(getattr, str(node.target).split("."), module)
 
 
 def _fakes(inputs: Sequence[fx.Node], module: fx.GraphModule) -> tuple[FakeTensorMode, list[Any]]:
@@ -391,20 +434,20 @@ def _fakes(inputs: Sequence[fx.Node], module: fx.GraphModule) -> tuple[FakeTenso
 
     def own(x: Any) -> Any:
         if is_traceable_wrapper_subclass(x) or x.layout is not torch.strided:
-            raise NotNormalized(f"an input is a {type(x).__name__} of layout {x.layout}")
+            raise Untraceable(f"an input is a {type(x).__name__} of layout {x.layout}")
         if isinstance(x, FakeTensor):
             return x if x.fake_mode is mode else _new_fake(x, mode)
         return mode.from_tensor(x, static_shapes=True)
 
     for i, node in enumerate(inputs):
         if node.op == "get_attr":
-            values[i] = functools.reduce(getattr, str(node.target).split("."), module)
+            values[i] = _attribute(module, node)
         elif isinstance(values[i], FakeTensor):
             values[i] = _as_given(node, values[i])
     return mode, tree_map_only(Tensor, own, values)
 
 
-def _as_given(placeholder: fx.Node, fake: FakeTensor) -> FakeTensor:
+def _as_given(placeholder: fx.Node, fake: Any) -> Any:
     """The fake input of a Dynamo graph as autograd knew the real one: Dynamo ran the graph's own writes on the fake."""
     try:
         real = getattr(placeholder.meta.get("grapharg"), "example", None)
@@ -413,21 +456,20 @@ def _as_given(placeholder: fx.Node, fake: FakeTensor) -> FakeTensor:
     if not isinstance(real, Tensor) or real.requires_grad or not fake.requires_grad:
         return fake
     with fake.fake_mode:
-        return fake.detach()  # type: ignore[return-value]
+        return fake.detach()
 
 
 def trace_before_autograd(
     module: fx.GraphModule, regions: Mapping[fx.Node, Any], aliasing: frozenset[fx.Node]
-) -> Trace:
+) -> FunctionalTrace:
     """`passes.normalize.Hooks.trace`. (`make_fx(pre_dispatch=True)` over `FunctionalTensorMode(pre_dispatch=True)`)"""
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
     held: dict[str, fx.Node] = {}
     for node in module.graph.nodes:
         # A literal of the code (`torch.tensor(...)`) is no state: it is made anew at every run.
         literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
-        if node.op == "get_attr" and not literal:
-            if isinstance(functools.reduce(getattr, str(node.target).split("."), module), Tensor):
-                held.setdefault(str(node.target), node)
+        if node.op == "get_attr" and not literal and isinstance(_attribute(module, node), Tensor):
+            held.setdefault(str(node.target), node)
     inputs += held.values()
     output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
     outputs = list(dict.fromkeys(x for x in tree_leaves(output.args[0]) if isinstance(x, fx.Node)))
@@ -452,7 +494,7 @@ def trace_before_autograd(
             retrace = _Retrace(module, dict(zip(held, functional[placeholders:], strict=True)), regions, outputs)
             results = retrace.run(*functional[:placeholders], enable_io_processing=False)
             if mode.writes and aliasing:
-                raise NotNormalized("it writes to tensors, and outputs of a region may share memory with its inputs")
+                raise Untraceable("it writes to tensors, and outputs of a region may share memory with its inputs")
             written.update(_written(args, tensors))
 
             def returned(x: Any) -> Any:
@@ -476,7 +518,7 @@ def trace_before_autograd(
         if shape_env is not None:
             shape_env.pending_fresh_unbacked_symbols[:] = pending
         raise
-    return Trace(traced, inputs, outputs, written, aliases, torch.is_grad_enabled(), training)
+    return FunctionalTrace(traced, inputs, outputs, written, aliases, torch.is_grad_enabled(), training)
 
 
 def _let_through(module: fx.GraphModule) -> None:
@@ -493,12 +535,12 @@ def _written(args: Sequence[Any], tensors: Mapping[int, FunctionalTensor]) -> di
     written = {}
     for i, x in tensors.items():
         if torch._functionalize_was_storage_changed(x.elem) or torch._functionalize_has_metadata_mutation(x.elem):
-            raise NotNormalized("it changes the shape or the storage of an input in place")
-        if not torch._functionalize_has_data_mutation(x.elem):
+            raise Untraceable("it changes the shape or the storage of an input in place")
+        if not torch._functionalize_has_data_mutation(x.elem):  # type: ignore[attr-defined]
             continue
         memory = StorageWeakRef(args[i].untyped_storage())
         if any(j != i and StorageWeakRef(args[j].untyped_storage()) == memory for j in tensors):
-            raise NotNormalized("it writes to an input that shares memory with another")
+            raise Untraceable("it writes to an input that shares memory with another")
         written[i] = torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode(x.elem)
     return written
 
@@ -509,8 +551,12 @@ def _view_of(base: Tensor, written: FunctionalTensor, output: FunctionalTensor) 
         return base
     x = output.from_functional()
     if x.dtype != base.dtype:
-        raise NotNormalized("an output is a view, in another dtype, of an input that is written to")
-    if list(x.shape) == list(base.shape) and x.stride() == base.stride() and x.storage_offset() == base.storage_offset():
+        raise Untraceable("an output is a view, in another dtype, of an input that is written to")
+    if (
+        list(x.shape) == list(base.shape)
+        and x.stride() == base.stride()
+        and x.storage_offset() == base.storage_offset()
+    ):
         return base
     return base.as_strided(x.shape, x.stride(), x.storage_offset())
 

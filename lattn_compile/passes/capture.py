@@ -91,13 +91,15 @@ class Hooks:
     """What capture needs to know about the tracer; set by the backend, since only it may use torch's internals.
 
     `compiling_for_us()` says whether the trace now running was started by our backend; `attached()` returns the
-    attached site and recipe of the module being traced, guarding the trace on them; `left_alone(key, kind)` says that
+    attached site and recipe of the module being traced, guarding the trace on them, and `attached_root()` those of the
+    module that was handed to the compiler, once it has been traced; `left_alone(key, kind)` says that
     the recipe in force leaves the call being traced alone; `rule_number(kind)` is the number of its rule;
     `current_compile()` says which trace is running; `say_refused(refused)` tells the user of a call not captured.
     """
 
     compiling_for_us: Callable[[], bool] = _never
     attached: Callable[[], tuple[tuple[str, str] | None, Any]] = _no_context
+    attached_root: Callable[[], tuple[tuple[str, str] | None, Any]] = _no_context
     left_alone: Callable[[str, str], LeftAlone | None] = _nothing
     rule_number: Callable[[str], int] = lambda kind: 0
     current_compile: Callable[[], str] = str

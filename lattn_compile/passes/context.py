@@ -13,7 +13,7 @@ from torch import fx
 from lattn_compile.errors import Reason
 from lattn_compile.passes.capture import LeftAlone, Refused
 from lattn_compile.passes.spelled.proposal import NearMiss, Proposal
-from lattn_compile.policy import Policy, Recipe
+from lattn_compile.policy import Exact, Policy, Recipe
 from lattn_compile.recurrence import Kind
 
 
@@ -51,6 +51,11 @@ class SiteNode:
         `lc.linear_attention` is suffix without a phase (semantics §4) and says so with prefix lengths of its own.
         """
         return self.form == "chunk" and self.arguments["prefix_lengths"] is None
+
+    @property
+    def op_quantizes(self) -> bool:
+        """Whether the op that stands there now rounds its state by a policy."""
+        return self.reason is None and self.policy is not None and not isinstance(self.policy.write, Exact)
 
     def output(self, index: int) -> list[fx.Node]:
         """Nodes that take the op's output `index`."""

@@ -15,7 +15,7 @@ from lattn_compile.passes import capture
 from lattn_compile.passes.context import PassContext
 from lattn_compile.passes.normalize import functional_copy
 from lattn_compile.passes.spelled.proposal import NearMiss, Proposal, withdraw
-from lattn_compile.passes.spelled.search import find, region_of
+from lattn_compile.passes.spelled.search import region_of, search
 from lattn_compile.passes.spelled.verify import verify
 from lattn_compile.recurrence import classify
 
@@ -25,16 +25,15 @@ MAX_TEXT = 400  # lines of a site's subgraph that go into the report
 def run(context: PassContext) -> None:
     copy = functional_copy(context.module)
     context.unsearched = copy.refused
-    for gm in copy.graphs:
-        found = find(gm)
-        context.misses += found.misses
-        for proposal in found.proposals:
-            if (miss := _confirm(proposal, context)) is None:
-                _describe(proposal)
-                context.proposals[proposal.op] = proposal
-            else:
-                withdraw(proposal)
-                context.misses.append(miss)
+    found = search(copy.graphs)
+    context.misses += found.misses
+    for proposal in found.proposals:
+        if (miss := _confirm(proposal, context)) is None:
+            _describe(proposal)
+            context.proposals[proposal.op] = proposal
+        else:
+            withdraw(proposal)
+            context.misses.append(miss)
     if context.proposals:
         context.module = copy.module
 
@@ -44,7 +43,7 @@ def _confirm(proposal: Proposal, context: PassContext) -> NearMiss | None:
     if not context.verify:
         proposal.evidence["self_check"] = {"verified": False, "skipped": True}
         return None
-    verdict = verify(proposal)
+    verdict = verify(proposal.step or proposal)
     errors: dict[str, Any] = verdict.evidence.get("max_relative_error") or {}
     proposal.evidence["self_check"] = {
         "verified": verdict.ok,

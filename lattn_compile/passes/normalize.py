@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.utils._pytree import tree_map_only
 
 from lattn_compile.errors import Reason, reason
 from lattn_compile.passes.context import bodies_of, value_of
@@ -45,8 +45,7 @@ class FunctionalCopy:
     refused: list[tuple[str, Reason]] = field(default_factory=list)
 
 
-@dataclass
-class Trace:
+class Trace(Protocol):
     """One graph traced again, functional. What the pass makes its copy from.
 
     Attributes:
@@ -69,7 +68,7 @@ class Trace:
 
 
 class NotNormalized(Exception):
-    """Raised while tracing a graph that has no functional counterpart, with the reason in words."""
+    """A graph has no functional counterpart, and why in words."""
 
 
 def _no_tracer(module: fx.GraphModule, regions: Mapping[fx.Node, Any], aliasing: frozenset[fx.Node]) -> Trace:
@@ -82,10 +81,11 @@ class Hooks:
 
     `trace(module, regions, aliasing)` traces `module` again; nodes in `regions` are recorded as they are, with their
     bodies replaced by the ones given by name; outputs of those in `aliasing` may share memory with their inputs.
-    `set_grad_enabled` is the function by which a graph says so.
+    It raises `untraceable`, with a reason in words. `set_grad_enabled` is the function by which a graph says so.
     """
 
     trace: Callable[[fx.GraphModule, Mapping[fx.Node, Any], frozenset[fx.Node]], Trace] = _no_tracer
+    untraceable: type[Exception] = NotNormalized
     set_grad_enabled: Callable[[bool], Any] = torch.set_grad_enabled
 
 
@@ -145,7 +145,11 @@ class _Copier:
         try:
             trace, regions = self._trace(module, name)
         except Exception as error:
-            detail = str(error) if isinstance(error, NotNormalized) else f"{type(error).__name__}: {error}"
+            detail = (
+                str(error)
+                if isinstance(error, (NotNormalized, HOOKS.untraceable))
+                else f"{type(error).__name__}: {error}"
+            )
             return self._plain(module, name, reason("NOT_NORMALIZED", detail.strip().split("\n")[0][:200]))
         made = _assemble(module, trace)
         own = {id(body) for bodies in regions.values() for body in bodies.values()}
@@ -288,8 +292,8 @@ def _assemble(original: fx.GraphModule, trace: Trace) -> fx.GraphModule:
             env[node].meta = dict(node.meta)
             attributes[target] = _attribute(trace.module, str(node.target))
         elif node.op != "placeholder":
-            own = {} if node.target in _AS_THEY_ARE else reads
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, own=own: own.get(n, env[n]))
+            read = env if node.target in _AS_THEY_ARE else ChainMap(reads, env)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), read.__getitem__)
             # Not the traced name: it counts what has been dropped.
             env[node] = graph.create_node(node.op, node.target, args, kwargs, _NUMBER.sub("", node.name))
             env[node].meta = dict(node.meta)
@@ -323,7 +327,9 @@ def _hold(made: fx.GraphModule, name: str, value: Any, original: fx.GraphModule)
         object.__setattr__(owner, last, value)
 
 
-def _read_copies(graph: fx.Graph, trace: Trace, traced: list[fx.Node], env: Mapping[fx.Node, fx.Node]) -> Any:
+def _read_copies(
+    graph: fx.Graph, trace: Trace, traced: list[fx.Node], env: Mapping[fx.Node, fx.Node]
+) -> dict[fx.Node, fx.Node]:
     """By traced input, a clone that everything reads in place of an input that is written to at the end.
 
     What autograd saves for the backward must not change. An in-place op sees to that itself; its functional form
@@ -361,7 +367,7 @@ def _tidy(trace: Trace) -> None:
         if _says_nothing(node):
             graph.erase_node(node)
     output = graph.output_node()
-    values = list(output.args[0])
+    values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     for i, hidden in enumerate(trace.written.values(), len(trace.outputs)):
         if hidden and values[i].target is aten.detach.default:
             values[i] = values[i].args[0]  # which is copied without autograd anyway
@@ -448,7 +454,7 @@ def with_graph(program: ExportedProgram, graph_module: fx.GraphModule) -> Export
     if names != [n.name for n in program.graph.nodes if n.op == "placeholder"]:
         raise ValueError(f"inputs of the graph changed: {names}")
     output = next(n for n in reversed(graph_module.graph.nodes) if n.op == "output")
-    outputs = list(output.args[0])
+    outputs: Any = output.args[0]
     if len(outputs) != len(signature.output_specs):
         raise ValueError(f"the graph has {len(outputs)} outputs, the signature {len(signature.output_specs)}")
     for spec, node in zip(signature.output_specs, outputs, strict=True):

@@ -28,12 +28,21 @@ def run(context: PassContext) -> None:
         if overload is None or overload._schema.name not in _OPS:
             continue
         site = _site(node, overload)
-        site.proposal = context.proposals.get(node)
+        if (proposal := context.proposals.get(node)) is not None:
+            site.proposal = proposal
+            _attach(site)
         key = (site.path, site.kind.name)
         number = counts[key] = counts.get(key, -1) + 1
         site.id = f"{site.path}/{site.kind.name}#{number}"
         site.other_paths = _other_paths(site.path, module_path_of(node), shared.get(id(node.graph), []))
         context.sites.append(site)
+
+
+def _attach(site: SiteNode) -> None:
+    """What `lc.attach` knows of a spelled-out recurrence: that of the module being compiled, in which it stands."""
+    attached, site.recipe = capture.HOOKS.attached_root()
+    if attached is not None:
+        site.path = ".".join(part for part in (attached[0], site.path) if part)
 
 
 def _callers(module: fx.GraphModule) -> dict[int, list[str]]:

@@ -13,9 +13,8 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-import lattn_compile.backend  # noqa: F401  (wires the tracer in)
+import lattn_compile.backend
 from lattn_compile.passes.normalize import FunctionalCopy, functional_copy, with_graph
-
 from tests.tiny_models import build
 
 aten = torch.ops.aten
@@ -134,7 +133,9 @@ def mlp(x: Tensor, w1: Tensor, b: Tensor, w2: Tensor) -> Tensor:
 
 
 def test_mlp_keeps_composite_ops_and_metadata() -> None:
-    copies = check(lambda *a: torch.einsum("bi,bj->bij", mlp(*a), a[0]), [randn(3, 4), randn(4, 6), randn(6), randn(4, 6)])
+    copies = check(
+        lambda *a: torch.einsum("bi,bj->bij", mlp(*a), a[0]), [randn(3, 4), randn(4, 6), randn(6), randn(4, 6)]
+    )
     assert aten.matmul.default in targets(copies) and aten.einsum.default in targets(copies)
     nodes = [n for n in copies.made[0].module.graph.nodes if n.op == "call_function"]
     assert all("val" in n.meta and n.meta["stack_trace"] for n in nodes)
@@ -435,11 +436,14 @@ def test_autocast_around(inner: Any) -> None:
 
 
 def test_symbolic_sizes_are_kept() -> None:
+    def fn(x: Tensor, n: int, s: float) -> Tensor:
+        return (x * s).view(-1, n) + x.shape[0]
+
     copies = Copies()
-    compiled = torch.compile(lambda x, n, s: (x * s).view(-1, n) + x.shape[0], backend=copies, dynamic=True, fullgraph=True)
+    compiled = torch.compile(fn, backend=copies, dynamic=True, fullgraph=True)
     for b, n, s in ((2, 4, 0.5), (3, 6, 0.25), (5, 2, 3.0)):
         x = torch.randn(b, 12)
-        assert torch.equal(compiled(x, n, s), (x * s).view(-1, n) + b)
+        assert torch.equal(compiled(x, n, s), fn(x, n, s))
     assert copies.refused == [] and len(copies.made) <= 2
 
 
@@ -503,7 +507,8 @@ def test_exported_programs(strict: bool, dynamic: bool, tmp_path: Any) -> None:
     rebuilt = with_graph(program, made.module)
     torch.export.save(rebuilt, tmp_path / "p.pt2")
     loaded = torch.export.load(tmp_path / "p.pt2")
-    for x in (x, torch.randn(7, 4)) if dynamic else (x,):
+    for batch in (3, 7) if dynamic else (3,):
+        x = torch.randn(batch, 4)
         decomposed = rebuilt.run_decompositions().module()  # no longer differentiable: it drops every detach
         with torch.no_grad():
             torch.testing.assert_close(decomposed(x), copy.deepcopy(module)(x), rtol=0, atol=0)

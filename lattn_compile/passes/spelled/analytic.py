@@ -37,6 +37,7 @@ _ANALYTIC = _words("""
     mm bmm matmul einsum addmm baddbmm addbmm addmv mv dot vdot outer ger inner linear sum mean cumsum cumprod prod
     linalg_solve_triangular triangular_solve linalg_inv inverse linalg_vector_norm norm lerp addcmul addcdiv diff trace
     layer_norm native_layer_norm rms_norm tril triu diag diagonal diag_embed kron
+    subtract negative linalg_vecdot linalg_matmul linalg_multi_dot chain_matmul tensordot addr cross linalg_cross
 """)
 """Analytic in every tensor argument, on the domain where the values are finite."""
 
@@ -47,6 +48,7 @@ _LAYOUT = _words("""
     repeat_interleave tile cat concat stack hstack vstack constant_pad_nd pad select_scatter slice_scatter
     diagonal_scatter copy fill masked_fill where index index_put _unsafe_index index_select gather scatter scatter_add
     index_copy index_fill index_add unfold broadcast_tensors meshgrid getitem
+    mH adjoint column_stack dstack
 """)
 """Move, copy or cast values; which value goes where must not depend on data (`_CHOICES`)."""
 

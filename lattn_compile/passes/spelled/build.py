@@ -157,7 +157,8 @@ def step_index(chain: Chain) -> tuple[Axis, ...]:
 def _layout(chain: Chain) -> _Layout:
     step = chain.links[-1].step
     batch = flat(step.batch)
-    first, heads = batch[:1], batch[1:]
+    sequences = 0 if len(batch) == 1 and _is_head(batch[0], chain) else 1
+    first, heads = batch[:sequences], batch[sequences:]
     with_keys: set[Label] = set()
     for link in chain.links:
         for f in (*link.step.k.factors, *(link.read.q if link.read else ())):
@@ -166,6 +167,18 @@ def _layout(chain: Chain) -> _Layout:
     absent = [x for x in heads if x not in with_keys]
     heads = present + absent  # value heads of one key head are neighbours
     return _Layout(first, heads, present, flat(step.key), flat(step.column))
+
+
+def _is_head(label: Label, chain: Chain) -> bool:
+    """Whether the one axis beside K and V counts heads of a batch of 1: it comes after an axis of size 1."""
+    link = chain.links[-1]
+    factors = (*link.step.k.factors, *(f for p in link.step.v for f in p.factors), *(link.read.q if link.read else ()))
+    shapes = [list(f.index) for f in factors] + [list(link.step.axes)]
+    for index in shapes:
+        at = next((i for i, axis in enumerate(index) if not isinstance(axis, int) and label in flat(axis)), 0)
+        if at > 0 and any(not isinstance(axis, int) and not flat(axis) for axis in index[:at]):
+            return True
+    return False
 
 
 def _groups(layout: _Layout, role: str) -> list[list[Label]]:

@@ -80,8 +80,14 @@ def find_chains(index: Index, taken: set[fx.Node]) -> tuple[list[Chain], list[Ne
         try:
             chains += _cut(index, run, reads, children, _is_source(run[0].root, steps))
         except NoMatch as error:
-            if _is_source(run[0].root, steps):
+            root = run[0].root
+            if _is_source(root, steps):
                 misses.append(error.at(run[-1].update, steps=len(run)))
+            elif _lowest(root) != value(run[0].update).dtype and any(
+                _is_source(r, steps) for r in roots_of(stored_origin(root), steps)
+            ):
+                inside = NoMatch("STATE_ROUNDED", "a state is rounded on its way to its update", root)
+                misses.append(inside.at(run[-1].update, steps=len(run)))
     return chains, misses
 
 
@@ -125,7 +131,7 @@ def _match_one(
     missed: fx.Node | None = None
     for root in roots_of(update, steps)[:4]:
         try:
-            return match_step(index, update, root), root, None
+            return match_step(index, update, root, states=steps), root, None
         except NoMatch as error:
             if miss is None:
                 miss, missed = error, root
@@ -167,7 +173,7 @@ def _reads(
             (axis,) = reads[0].key_axes
             if set(flat(step.axes[axis])) != set(step.key):
                 try:
-                    again = match_step(index, update, step.root, axis)
+                    again = match_step(index, update, step.root, axis, steps)
                     step.__dict__.update(again.__dict__)
                 except NoMatch as error:
                     step.failure = error

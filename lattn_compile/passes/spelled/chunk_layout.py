@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lattn_compile.passes.spelled.chunk_decay import FixedDecay
 from lattn_compile.passes.spelled.chunk_region import Sizes, View
 from lattn_compile.passes.spelled.writer import Writer, value
 
-__all__ = ["EAGER", "Nodes", "output_of", "state_of", "to_op", "to_state"]
+__all__ = ["EAGER", "Nodes", "from_output", "output_of", "state_of", "to_op", "to_state"]
 
 aten = torch.ops.aten
 
@@ -37,6 +38,9 @@ class _Eager:
     def log(self, x: Tensor) -> Tensor:
         return x.log()
 
+    def fixed(self, decay: FixedDecay, like: Tensor, heads: int) -> Tensor:
+        return decay.log.expand(*like.shape[:2], heads)
+
     def chunk(self, q: Tensor, *tensors: Tensor | None, rule: str, scale: float) -> tuple[Tensor, Tensor]:
         rest = (None,) * 4
         out: tuple[Tensor, Tensor] = torch.ops.lattn.chunk.default(q, *tensors, *rest, rule=rule, scale=scale)
@@ -59,6 +63,29 @@ class Nodes(Writer):
 
     def log(self, x: fx.Node) -> fx.Node:
         return self.call(aten.log.default, x)
+
+    def fixed(self, decay: FixedDecay, like: fx.Node, heads: int) -> fx.Node:
+        """`[B, T, heads]` from where the graph has the decay, or from numbers."""
+        if decay.node is None:
+            x = self._numbers(decay.log.tolist(), value(like).device)
+        else:
+            x = decay.node
+            for axis in reversed(range(len(decay.index))):
+                at = decay.index[axis]
+                if at is not None:
+                    x = self.select(x, axis, at)
+            if decay.form == "slope":
+                x = self.call(aten.neg.default, x)
+            if decay.form == "decay":
+                x = self.call(aten.log.default, x)
+        b, t = self.shape(like)[:2]
+        return self.expand(self.reshape(x, [1, 1, -1 if value(x).dim() else 1]), [b, t, heads])
+
+    def _numbers(self, numbers: list[float], device: torch.device) -> fx.Node:
+        options = {"dtype": torch.float32, "device": device}
+        if len(set(numbers)) == 1:
+            return self.call(aten.full.default, [1], numbers[0], **options)
+        return self.call(aten.cat.default, [self.call(aten.full.default, [1], n, **options) for n in numbers])
 
     def chunk(self, q: fx.Node, *tensors: fx.Node | None, rule: str, scale: float) -> tuple[fx.Node, fx.Node]:
         rest = (None,) * 4
@@ -124,6 +151,12 @@ def output_of(w: Any, o: Any, view: View, shape: Sequence[Any], sizes: Sizes) ->
     if sizes.padded is not None:
         o = w.pad(o, [0, 0, 0, 0, 0, sizes.padded - sizes.tokens])
     return _restored(w, o, view.labels, "bthf", shape)
+
+
+def from_output(x: Tensor, view: View) -> Tensor:
+    """A graph's o as the op's `[B, T, HV, V]` (at its padded length)."""
+    out: Tensor = _arranged(EAGER, x, view.labels, "bthf")
+    return out
 
 
 def state_of(w: Any, state: Any, view: View, shape: Sequence[Any]) -> Any:

@@ -255,16 +255,47 @@ class Survey:
                 stack.append(n)
         found.tokens = sorted(tokens, key=self.order.__getitem__)
         found.interior.difference_update(tokens)
+        self._sort_rest(sorted(rest, key=self.order.__getitem__), sizes, found)
+        return found
+
+    def _sort_rest(self, rest: Sequence[fx.Node], sizes: Sizes, found: Boundary) -> None:
+        """Sorts what no token reaches into initial states and what the states' decays are made from."""
         states: dict[fx.Node, None] = {}
-        for n in sorted(rest, key=self.order.__getitem__):
+        statics: dict[fx.Node, None] = {}
+        for n in rest:
+            if n in found.interior:
+                continue
             if self._is_state(n, sizes):
                 top = self._state_top(n, sizes)
-                states[top] = None
+                inside, leaves = self._made_of(top, states)
+                from_state = any(s in states for s in leaves)
+                if top in states or not (from_state or (len(inside) and not any(self._is_state(s, sizes) for s in leaves))):
+                    states[top] = None
+                    found.interior.update(_between(n, top))
+                    continue
                 found.interior.update(_between(n, top))
-            else:
-                found.statics.append(n)
-        found.states = list(states)
-        return found
+                n = top
+            inside, leaves = self._made_of(n, states)
+            found.interior.update(inside)
+            statics.update(dict.fromkeys(s for s in leaves if s not in states))
+        found.states, found.statics = list(states), sorted(statics, key=self.order.__getitem__)
+
+    def _made_of(self, node: fx.Node, states: dict[fx.Node, None]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The analytic nodes that make a node, and what those are made from; a state is not looked into."""
+        inside: list[fx.Node] = []
+        leaves: list[fx.Node] = []
+        stack, seen = [node], {node}
+        while stack:
+            n = stack.pop()
+            if n in states or n.op != "call_function" or name_of(n) not in ANALYTIC or n in self.taken:
+                leaves.append(n)
+                continue
+            inside.append(n)
+            for above in sources(n):
+                if above not in seen and not self.is_constant(above):
+                    seen.add(above)
+                    stack.append(above)
+        return inside, leaves
 
     def _whole(self, node: fx.Node, sizes: Sizes, opened: set[fx.Node]) -> fx.Node | None:
         """The highest node that holds the same values as `node`, every token once; None if `node` does not."""

@@ -13,7 +13,8 @@ from torch import Tensor, fx
 
 import lattn_compile.ops.chunk  # noqa: F401  (registers the op that is tried)
 from lattn_compile.passes.spelled.analytic import vet
-from lattn_compile.passes.spelled.chunk_layout import EAGER, output_of, state_of, to_op, to_state
+from lattn_compile.passes.spelled.chunk_decay import FixedDecay, find_decay, measured
+from lattn_compile.passes.spelled.chunk_layout import EAGER, from_output, output_of, state_of, to_op, to_state
 from lattn_compile.passes.spelled.chunk_ops import PRODUCTS, name_of, sizes_of, sources
 from lattn_compile.passes.spelled.chunk_region import Boundary, Sizes, View, state_views, views
 from lattn_compile.passes.spelled.proposal import NoMatch
@@ -43,6 +44,7 @@ class Roles:
     """A hypothesis: the region computes this recurrence.
 
     Attributes:
+        fixed: the decay where no token chooses it.
         decay_form: how g is had from its tensor: "log" (as it is) or "decay" (its logarithm).
         o, final: views of the outputs; the state's are those that are possible, none if no state is returned.
         error: the largest difference that was seen, relative to the largest magnitude.
@@ -59,6 +61,7 @@ class Roles:
     o: View
     final: tuple[View, ...]
     sizes: Sizes
+    fixed: FixedDecay | None = None
     scale: float = 1.0
     error: float = 0.0
 
@@ -180,6 +183,8 @@ def find_roles(exits: Sequence[fx.Node], o_at: int, boundary: Boundary, sizes: S
     hypotheses = _assignments(exits, boundary, sizes, vectors, scalars, gates, linear, trial, o_at)
     for roles in sorted(hypotheses, key=lambda r: r.cost)[:_HYPOTHESES]:
         found = _test(roles, trial, base, o_at, state=False)
+        if found.error > TOLERANCE and not gates and (fixed := _fixed(roles, trial, o_at)) is not None:
+            found = _test(replace(roles, fixed=fixed), trial, base, o_at, state=False)
         best = min(best, found.error)
         if found.error > TOLERANCE:
             continue
@@ -291,6 +296,25 @@ def _test(roles: Roles, trial: Trial, base: list[Tensor], o_at: int, *, state: b
     return replace(roles, scale=scale, error=max(error, errors[best]), final=(best,))
 
 
+def _fixed(roles: Roles, trial: Trial, o_at: int) -> FixedDecay | None:
+    """A decay that is the same for every token, if the region has one: measured by writing the first token only."""
+    first = {n: _first_token(trial.values[n], view) for n, view in ((b.node, b.view) for b in (roles.k, roles.v))}
+    o = from_output(trial.run(first, state=False)[o_at], roles.o)
+    heads = roles.sizes.heads
+    q = to_op(EAGER, trial.values[roles.q.node], roles.q.view, heads, features=True)
+    k = to_op(EAGER, first[roles.k.node], roles.k.view, heads, features=True)
+    decay = measured(o, q, k)
+    if decay is None:
+        return None
+    statics = {n: trial.values[n] for n in trial.boundary.statics if isinstance(trial.values[n], Tensor)}
+    return find_decay(decay, trial.region.nodes, trial.inputs, statics)
+
+
+def _first_token(x: Tensor, view: View) -> Tensor:
+    at = view.labels.find("t")
+    return torch.cat([x.narrow(at, 0, 1), torch.zeros_like(x.narrow(at, 1, x.shape[at] - 1))], at) if at >= 0 else x
+
+
 def evaluate(w: Any, roles: Roles, get: Callable[[fx.Node], Any], *, scale: float) -> tuple[Any, Any]:
     """The op on the boundary's tensors, in whatever world `w` writes (eager tensors or graph nodes)."""
     s = roles.sizes
@@ -303,6 +327,8 @@ def evaluate(w: Any, roles: Roles, get: Callable[[fx.Node], Any], *, scale: floa
         g = to_op(w, get(roles.g.node), roles.g.view, s.heads, features="f" in roles.g.view.labels)
         if roles.decay_form == "decay":
             g = w.log(g)
+    if roles.fixed is not None:
+        g = w.fixed(roles.fixed, q, s.heads)
     if roles.beta is not None:
         beta = to_op(w, get(roles.beta.node), roles.beta.view, s.heads, features=False)
     if roles.state is not None:

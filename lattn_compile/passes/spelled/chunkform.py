@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -62,33 +62,31 @@ class _Search:
 
     def run(self, seeds: Sequence[fx.Node]) -> tuple[Proposal | NearMiss | None, set[fx.Node]]:
         cores = [set(seeds)]
-        for core in cores:
-            for o_at, exits, sizes in self._candidates(core):
-                self.looked += 1
-                if self.looked > _LOOKS:
-                    return self._near_miss(seeds), set()
-                try:
-                    below = self.survey.below(core, exits)
-                    boundary = self.survey.boundary(exits, below, sizes, set())
-                except (NoMatch, Rejected) as e:
-                    self._note(e)
-                    continue
-                grown = core | {n for n in boundary.interior if name_of(n) in CONTRACTIONS}
-                if grown - core and len(boundary.tokens) >= 3:
-                    below = self.survey.below(grown, exits)
-                    if not self.survey.is_exit(below, exits):
-                        if grown not in cores and len(cores) < _CORES:
-                            cores.append(grown)
+        # Outputs above some of the seeds are looked at last: they may be those of a part of the recurrence.
+        for early in (False, True):
+            for core in cores:
+                for o_at, exits, sizes in self._candidates(core, early=early):
+                    self.looked += 1
+                    if self.looked > _LOOKS:
+                        return self._near_miss(seeds), set()
+                    try:
+                        below = self.survey.below(core, exits)
+                        boundary = self.survey.boundary(exits, below, sizes, set())
+                    except (NoMatch, Rejected) as e:
+                        self._note(e)
                         continue
-                if (done := self._bind(exits, o_at, below, sizes, boundary)) is not None:
-                    return done
+                    grown = core | {n for n in boundary.interior if name_of(n) in CONTRACTIONS}
+                    if grown - core and len(boundary.tokens) >= 3:
+                        below = self.survey.below(grown, exits)
+                        if not self.survey.is_exit(below, exits):
+                            if grown not in cores and len(cores) < _CORES:
+                                cores.append(grown)
+                            continue
+                    if (done := self._bind(exits, o_at, below, sizes, boundary)) is not None:
+                        return done
         return self._near_miss(seeds), set()
 
-    def _candidates(self, core: set[fx.Node]) -> Iterator[tuple[int, list[fx.Node], Sizes]]:
-        yield from self._below(core, early=False)
-        yield from self._below(core, early=True)
-
-    def _below(self, core: set[fx.Node], *, early: bool) -> list[tuple[int, list[fx.Node], Sizes]]:
+    def _candidates(self, core: set[fx.Node], *, early: bool) -> list[tuple[int, list[fx.Node], Sizes]]:
         """Outputs with their sizes, likely ones first; outputs that are cut to their tokens later come last."""
         found: list[tuple[int, int, list[fx.Node], Sizes]] = []
         for exits in self.survey.exits(core, early=early):
@@ -105,8 +103,8 @@ class _Search:
         self, exits: list[fx.Node], o_at: int, below: set[fx.Node], sizes: Sizes, boundary: Boundary
     ) -> tuple[Proposal, set[fx.Node]] | None:
         opened: set[fx.Node] = set()
-        if not 3 <= len(boundary.tokens) <= _INPUTS:
-            self._note(NoMatch("CHUNK_INPUTS", f"its inputs are {boundary.tokens}"))
+        if not 3 <= len(boundary.tokens) <= _INPUTS or len(boundary.states) > 1:
+            self._note(NoMatch("CHUNK_INPUTS", f"its inputs are {[*boundary.tokens, *boundary.states]}"))
             return None
         for _ in range(_OPENED):
             key = (o_at, tuple(exits), sizes, tuple(boundary.tokens), tuple(boundary.states), tuple(boundary.statics))
@@ -174,7 +172,11 @@ def propose(survey: Survey, exits: list[fx.Node], o_at: int, boundary: Boundary,
         domains[roles.g.node] = "log_decay" if roles.decay_form == "log" else "decay"
     if roles.beta is not None:
         domains[roles.beta.node] = "beta"
-    decay = "none" if roles.g is None else "channel" if "f" in roles.g.view.labels else "head"
+    decay = "none" if roles.g is None and roles.fixed is None else "head"
+    if roles.g is not None and "f" in roles.g.view.labels:
+        decay = "channel"
+    if roles.fixed is not None:
+        domains.update(dict.fromkeys(boundary.statics, "beta"))
     named = {"q": roles.q, "k": roles.k, "v": roles.v, "g": roles.g, "beta": roles.beta, "initial_state": roles.state}
     return Proposal(
         form="chunk",

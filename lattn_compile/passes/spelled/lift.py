@@ -184,15 +184,25 @@ def _expand(call: Call) -> Write | None:
     return lambda: _expand_to(call, widen(call.writer, x.stacked(), call.value.dim() + 1))
 
 
+_ORDERED = (
+    *(aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default),
+    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+)
+"""Views that keep elements in their order: of a chain of them the last says it all."""
+
+
+def reshaped(writer: Writer, x: fx.Node, shape: Sequence[Any]) -> fx.Node:
+    """As `writer.reshape`, of what `x` was made of. What the writer did not write is left to be given."""
+    while not same_sizes(value(x).shape, shape) and x.target in _ORDERED and x in writer.inserted:
+        x = x.args[0]  # type: ignore[assignment]
+    return writer.reshape(x, shape)
+
+
 def _reshape(call: Call) -> Write | None:
     x: Operand = call["self"]
 
     def write() -> fx.Node:
-        shape = [call.length, *call.value.shape]
-        stacked = x.stacked()
-        if same_sizes(value(stacked).shape, shape):
-            return stacked
-        return call.writer.call(aten.reshape.default, stacked, [call.writer.size(n) for n in shape])
+        return reshaped(call.writer, x.stacked(), [call.length, *call.value.shape])
 
     return write
 

@@ -27,6 +27,7 @@ from lattn_compile.passes.spelled.lift import (
     bind,
     copies,
     is_function,
+    reshaped,
     reshapes,
     rule_of,
 )
@@ -232,7 +233,7 @@ class _Unrolled:
         """`x` through views of the body."""
         for node in chain:
             if reshapes(node.target):
-                x = self._sized(lambda x=x, node=node: self.writer.reshape(x, value(node).shape))  # type: ignore[misc]
+                x = self._sized(lambda x=x, node=node: reshaped(self.writer, x, value(node).shape))  # type: ignore[misc]
             elif not _casts(node):
                 x = self.writer.call(node.target, x, *node.args[1:])
         return x

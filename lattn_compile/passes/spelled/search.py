@@ -13,10 +13,12 @@ from lattn_compile.passes.spelled.aten import Index, name_of
 from lattn_compile.passes.spelled.build import build, role_nodes
 from lattn_compile.passes.spelled.canonical import canonicalize
 from lattn_compile.passes.spelled.chain import Chain, Link, find_chains
+from lattn_compile.passes.spelled.chunkform import find_chunk_forms
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal
+from lattn_compile.passes.spelled.scan import is_scan, is_while_loop, rewrite_scan, rewrite_while_loop
 from lattn_compile.passes.spelled.stacks import simplify_stacks
 
-__all__ = ["Found", "commit", "find", "region_of", "tidy"]
+__all__ = ["Found", "commit", "find", "region_of", "search", "tidy"]
 
 
 @dataclass
@@ -27,12 +29,59 @@ class Found:
     misses: list[NearMiss] = field(default_factory=list)
 
 
-def find(gm: fx.GraphModule, taken: set[fx.Node] | None = None) -> Found:
+def search(graphs: list[fx.GraphModule]) -> Found:
+    """Every form, in a graph and the bodies of its regions. What is proposed stands in the graphs, unused."""
+    found = Found()
+    bodies: set[int] = set()
+    for gm in graphs:  # a loop is looked into from outside
+        for node in gm.graph.nodes:
+            if is_scan(node) or is_while_loop(node):
+                bodies |= {id(getattr(gm, str(x.target))) for x in node.all_input_nodes if x.op == "get_attr"}
+    for gm in graphs:
+        if id(gm) not in bodies:
+            _search(gm, found)
+    return found
+
+
+def _search(gm: fx.GraphModule, found: Found) -> None:
+    mine = find(gm)
+    for node in [n for n in gm.graph.nodes if is_scan(n) or is_while_loop(n)]:
+        _sort(mine, _through_loop(gm, node, mine))
+    taken = {n for p in mine.proposals for n in region_of(p)}
+    for outcome in find_chunk_forms(gm, taken):
+        _sort(mine, outcome)
+    found.proposals += mine.proposals
+    found.misses += mine.misses
+
+
+def _sort(found: Found, outcome: Proposal | NearMiss | None) -> None:
+    if isinstance(outcome, Proposal):
+        found.proposals.append(outcome)
+    elif outcome is not None:
+        found.misses.append(outcome)
+
+
+def _through_loop(gm: fx.GraphModule, node: fx.Node, found: Found) -> Proposal | NearMiss | None:
+    """A loop of one step becomes one op, or the step in its body is replaced; of several steps, each is."""
+
+    def match_body(body: fx.GraphModule) -> Proposal | NearMiss | None:
+        inside = find(body)
+        if len(inside.proposals) == 1:
+            return inside.proposals[0]
+        for proposal in inside.proposals:
+            proposal.form = "scan"
+        found.proposals += inside.proposals
+        return inside.misses[0] if inside.misses else None
+
+    return (rewrite_scan if is_scan(node) else rewrite_while_loop)(gm, node, match_body)
+
+
+def find(gm: fx.GraphModule) -> Found:
     """Steps and loops of one graph. What it proposes stands in the graph, unused."""
     found = Found()
     canonicalize(gm)
     index = Index(gm.graph)
-    chains, found.misses = find_chains(index, taken or set())
+    chains, found.misses = find_chains(index, set())
     for chain in chains:
         for piece in _without_feedback(index, chain):
             try:

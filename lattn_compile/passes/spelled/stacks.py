@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from lattn_compile.passes.spelled.labels import constant_size
-from lattn_compile.passes.spelled.lift import Operand, as_before, bind, same_sizes
+from lattn_compile.passes.spelled.lift import Operand, as_before, bind, reshaped, same_sizes
 from lattn_compile.passes.spelled.vectorize import Vectorizer
 from lattn_compile.passes.spelled.writer import Writer, aten, value
 
@@ -73,7 +73,7 @@ class _Column:
             x, joined = x.args[0], False  # type: ignore[assignment]
         others = list(range(1, value(x).dim()))
         x = writer.permute(x, [*others[: self.dim], 0, *others[self.dim :]])
-        return writer.call(aten.reshape.default, x, [writer.size(n) for n in self.shape]) if joined else x
+        return reshaped(writer, x, self.shape) if joined else x
 
 
 def _column(node: fx.Node, lengths: dict[fx.Node, int]) -> _Column | None:

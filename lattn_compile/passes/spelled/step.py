@@ -8,7 +8,7 @@ terms are then *proved* to be a decay, a rank-one write, and an erase that reads
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -258,13 +258,19 @@ def stored_origin(node: fx.Node) -> fx.Node:
     return node
 
 
-def path_between(index: Index, root: fx.Node, update: fx.Node) -> set[fx.Node]:
-    """Nodes that depend on `root` and that `update` depends on, `update` included."""
+def path_between(
+    index: Index, root: fx.Node, update: fx.Node, states: Collection[fx.Node] = ()
+) -> set[fx.Node]:
+    """Nodes that depend on `root` and that `update` depends on, `update` included.
+
+    Dependence through one of `states` does not count: layers that begin with the same zeros depend on them through the
+    states of the layers before.
+    """
     last = index.order[update]
     below, waiting = {root}, [root]
     while waiting:
         for user in waiting.pop().users:
-            if user not in below and index.order[user] <= last:
+            if user not in below and index.order[user] <= last and (user not in states or user is update):
                 below.add(user)
                 waiting.append(user)
     path, waiting = set(), [update]
@@ -294,13 +300,20 @@ class _HiddenBeta(NoMatch):
     """A beta on the write alone that a shallower look had taken for part of the value."""
 
 
-def match_step(index: Index, update: fx.Node, root: fx.Node, key_axis: int | None = None) -> Step:
+def match_step(
+    index: Index,
+    update: fx.Node,
+    root: fx.Node,
+    key_axis: int | None = None,
+    states: Collection[fx.Node] = (),
+) -> Step:
     """Prove that `update` is one step from `root`. Raises NoMatch saying how far it came.
 
     Args:
         key_axis: the axis of `update` that is read along, which an additive rule does not say itself.
+        states: known states.
     """
-    path = path_between(index, root, update)
+    path = path_between(index, root, update, states)
     if update not in path:
         raise NoMatch("NOT_A_STATE", "the update does not depend on it", root)
     best: NoMatch | None = None
@@ -537,6 +550,8 @@ def _prove_delta(
     if decay.coefficient == 0.0:
         raise NoMatch("DECAY_RANGE", "the decay is zero", step.update)
     strength = -erase.coefficient / decay.coefficient
+    if strength <= 0.0:
+        raise NoMatch("ERASE_SIGN", "the erase adds what it should take away", step.update)
     values: list[Product] = []
     key, beta = None, None
     for term in writes:
@@ -554,8 +569,6 @@ def _prove_delta(
         if abs(term.coefficient / strength - 1.0) > 1e-12 and len(writes) == 1:
             raise NoMatch("BETA_ONE_SIDE", "write and erase have different strengths", step.update)
         values.append(Product(term.coefficient / strength, tuple(w.column)))
-    if strength <= 0.0:
-        raise NoMatch("ERASE_SIGN", "the erase adds what it should take away", step.update)
     step.k, step.v = Product(1.0, key or ()), values
     step.beta = None if not beta and strength == 1.0 else Product(strength, beta or ())
 

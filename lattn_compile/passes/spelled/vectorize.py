@@ -20,6 +20,7 @@ from lattn_compile.passes.spelled.lift import (
     Tensors,
     bind,
     is_function,
+    reshaped,
     rule_of,
     same_sizes,
 )
@@ -187,6 +188,8 @@ class Vectorizer:
         def write() -> fx.Node:
             if first.keep:
                 return self._slice(base.stacked(), first.dim + 1, first.start, first.start + first.size)
+            if constant_size(base.value.shape[first.dim]) == 1:
+                return reshaped(self.writer, base.stacked(), [len(column), *value(column[0]).shape])
             return self.writer.select(base.stacked(), first.dim + 1, first.start)
 
         return self._operand(column, write=write, sources=base.sources)

@@ -24,6 +24,7 @@ from lattn_compile.ops.validate import growth_allowed
 from lattn_compile.passes.spelled import scaled
 from lattn_compile.passes.spelled.analytic import vet
 from lattn_compile.passes.spelled.proposal import Proposal
+from lattn_compile.passes.spelled.ranges import Interval, interval
 from lattn_compile.passes.spelled.subgraph import (
     Region,
     Rejected,
@@ -137,6 +138,18 @@ class _Case:
                     f"{old} is {a.dtype} {list(shape_of(old))}, its replacement {new} {b.dtype} {list(shape_of(new))}"
                 )
         self.gradients = self._vet()
+        self.domains = self._domains()
+
+    def _domains(self) -> dict[fx.Node, tuple[str | None, bool]]:
+        """How values are drawn: the proposal's word or what is proven, and whether none can be negative."""
+        known: dict[fx.Node, Interval] = {}
+        domains: dict[fx.Node, tuple[str | None, bool]] = {}
+        for node in self.frontier:
+            low, high = interval(node, known)
+            proven = "decay" if low >= 0 and high <= 1 else "log_decay" if high <= 0 else None
+            domain = self.p.domains.get(node, proven)
+            domains[node] = domain, low >= 0 or domain == "decay"
+        return domains
 
     def _vet(self) -> bool:
         """Checks both regions; whether there are gradients to compare."""
@@ -159,7 +172,7 @@ class _Case:
         number: dict[fx.Node, int] = {}
         for i, node in enumerate(self.frontier):
             number[node] = i
-            digest.update(repr(("in", _kind(node), self.p.domains.get(node))).encode())
+            digest.update(repr(("in", _kind(node), self.domains[node])).encode())
         op_tokens = self._tokens()
         digest.update(repr((op_tokens, self._keys(), self.gradients)).encode())
         for region in self.regions():
@@ -294,10 +307,10 @@ class _Case:
             evidence["integers"] = "drawn from 0 and 1"
             return torch.randint(0, 2, shape, generator=generator).to(v.dtype)
         x = torch.randn(shape, generator=generator, dtype=torch.float64)
-        domain = self.p.domains.get(node)
+        domain, positive = self.domains[node]
         if trial == "wide":
             x = x / max(self._tokens(), math.sqrt(self._keys()))
-            return x.exp() if domain == "decay" else x  # a decay may be under a logarithm
+            return x.exp() if positive else x
         if domain in ("log_decay", "decay"):
             tokens = self._tokens()
             # Strong: not so much that a quotient of decays, which some spellings form, overflows.
@@ -307,7 +320,8 @@ class _Case:
             return 0.02 + 0.96 * torch.rand(shape, generator=generator, dtype=torch.float64)
         if domain == "key":
             return torch.nn.functional.normalize(x, dim=-1) if x.dim() else x
-        return x / math.sqrt(self._keys())
+        x = x / math.sqrt(self._keys())
+        return x.abs() if positive else x
 
 
 def _near(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -206,7 +206,7 @@ def transposed_erase(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta
     return S, _read(S, q)
 
 
-@refuse("Oja's rule: the value erases")
+@refuse("Oja's rule, the value erases: a delta rule of the transposed state, which is not read as one", either=True)
 @_near
 def oja(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Pair:
     S = _keep(g) * S
@@ -214,7 +214,7 @@ def oja(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> 
     return S, _read(S, q)
 
 
-@refuse("read along the value axis", square=True)
+@refuse("read along the value axis, as if keys were values", square=True, either=True)
 @_near
 def transposed_read(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Pair:
     S = _keep(g) * S + _outer(k, v)

@@ -42,7 +42,7 @@ class Match:
         means: see the module.
         stored: the dtype to which the spelling itself rounds its state after every token.
         heads: H of its inputs.
-        mutates: it writes into its argument S.
+        mutates: it writes into its argument S, which it also reads: nothing that could be trained.
         company: the graph has another carried value that is none of ours and may be reported.
         shortest: the smallest T at which anything is carried.
         untraceable: tracers (of `harness.VIAS`) that cannot trace it, with or without us.

@@ -148,7 +148,7 @@ def functional(module: torch.nn.Module, args: tuple[Tensor, ...], dynamic: bool 
     with torch.no_grad():
         torch.compile(module, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
     ((gm, examples),) = box
-    return gm, examples
+    return gm, [x.node.hint if isinstance(x, torch.SymInt) else x for x in examples]
 
 
 def node_of(gm: fx.GraphModule, which: Callable[[fx.Node], bool]) -> fx.Node:
@@ -223,3 +223,68 @@ def test_the_step_in_a_while_loop_is_replaced() -> None:
     commit(proposal, gm)
     for got, expected in zip(gm(*examples), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("module", [Gdn(), Retention(), Delta()], ids=["gdn", "retention", "delta"])
+def test_symbolic_sizes(module: torch.nn.Module) -> None:
+    """One graph for other lengths and batches; nothing is specialised or guarded on the way."""
+    gm, examples = functional(module, inputs(), dynamic=True)
+    node = node_of(gm, is_scan)
+    env = next(v.fake_mode.shape_env for v in (n.meta.get("val") for n in gm.graph.nodes) if hasattr(v, "fake_mode"))
+    step = match_body(gm.get_submodule(node.args[0].target))
+    assert isinstance(step, Proposal)
+    withdraw(step)
+    guards = len(env.guards)  # with those of the op's own checks
+    proposal = rewrite_scan(gm, node, match_body)
+    assert isinstance(proposal, Proposal), proposal
+    assert "kept" not in proposal.evidence, proposal.evidence
+    assert [g.expr for g in env.guards[guards:]] == []
+    want = gm(*examples)
+    commit(proposal, gm)
+    for got, expected in zip(gm(*examples), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("module", [Gdn(), Retention(), Delta()], ids=["gdn", "retention", "delta"])
+def test_gradients(module: torch.nn.Module) -> None:
+    def gradients(backend: Any) -> list[Tensor | None]:
+        torch._dynamo.reset()
+        args = [x.requires_grad_() for x in inputs()]
+        outputs = torch.compile(module, backend=backend, fullgraph=True)(*args)
+        loss = sum((o * torch.linspace(0.5, 1.5, o.numel(), dtype=o.dtype).view_as(o)).sum() for o in outputs)
+        loss.backward()
+        assert isinstance(loss, Tensor)
+        return [loss.detach(), *(x.grad for x in args)]
+
+    def rewriting(gm: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        flat, _ = aot_export_module(gm, examples, trace_joint=False, pre_dispatch=True)
+        proposal = rewrite_scan(flat, node_of(flat, is_scan), match_body)
+        assert isinstance(proposal, Proposal) and "kept" not in proposal.evidence
+        commit(proposal, flat)
+        return flat
+
+    for got, want in zip(gradients(rewriting), gradients("aot_eager"), strict=True):
+        assert (got is None) == (want is None)
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_a_state_that_is_rounded_at_every_token_keeps_its_scan() -> None:
+    class Rounded(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+            def step(s: Tensor, x: Any) -> tuple[Tensor, Tensor]:
+                q, k, v, g = x
+                f = s.float() * g.exp()[..., None, None] + k[..., None] * v[..., None, :]
+                return f.bfloat16(), torch.einsum("bhkv,bhk->bhv", f, q)
+
+            state, o = scan(step, s.bfloat16(), (q, k, v, g), dim=1)
+            return o, state
+
+    gm, examples = functional(Rounded(), inputs(torch.float32))
+    want = gm(*examples)
+    proposal = rewrite_scan(gm, node_of(gm, is_scan), match_body)
+    assert isinstance(proposal, Proposal), proposal
+    assert "bfloat16" in proposal.evidence["kept"] and proposal.state_dtype == torch.bfloat16
+    commit(proposal, gm)
+    for got, expected in zip(gm(*examples), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)

@@ -9,7 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lattn_compile.passes.spelled import verify as module
+from lattn_compile.passes.spelled.analytic import vet
 from lattn_compile.passes.spelled.proposal import Proposal
+from lattn_compile.passes.spelled.scaled import real
+from lattn_compile.passes.spelled.subgraph import Rejected, extract, run
 from lattn_compile.passes.spelled.verify import TOLERANCE, verify
 from lattn_compile.passes.spelled.writer import Writer
 
@@ -107,6 +110,20 @@ class TestAccepts:
             return o, w.to(s, torch.bfloat16)
 
         assert verify(claim(loop, dtype=torch.bfloat16, new=new)).ok
+
+    def test_what_is_proven_of_a_value_counts(self):
+        """The claim takes a logarithm of a value that no word is said about; it is never negative."""
+
+        def f(q, k, v, g, beta, S):
+            return loop(q, k, v, g.sigmoid(), beta, S, decay=lambda p: p)
+
+        def args(w, a):
+            p = next(n for n in a[3].users if n.target is aten.sigmoid.default)
+            return [*a[:3], w.call(aten.log.default, p), *a[4:]]
+
+        p = claim(f, args=args, domains=False)
+        p.frontier[3] = next(iter(p.frontier[3].users))
+        assert verify(p).ok, verify(p).detail
 
     def test_masks_of_ranges_and_a_preallocated_output(self):
         def f(q, k, v, g, beta, S):
@@ -328,6 +345,32 @@ class TestLoops:
     def test_scan_with_a_wrong_body(self):
         refused(self.claim_scan(body_scale=1.001), "differs")
 
+    @staticmethod
+    def while_region(condition):
+        def f(k, S):
+            def body(i, S, k):
+                return i + 1, S * 0.9 + torch.index_select(k, 0, i)[0][..., None]
+
+            start = (torch.zeros(1, dtype=torch.long), S)
+            return torch.ops.higher_order.while_loop(condition, body, start, (k,))[1]
+
+        gm = make_fx(f, tracing_mode="fake")(torch.zeros(5, 2, 3), torch.zeros(2, 3, 4))
+        return gm, extract(gm.graph.output_node().all_input_nodes, gm.graph.find_nodes(op="placeholder"))
+
+    def test_while_loop(self):
+        _gm, region = self.while_region(lambda i, S, k: (i < 5)[0])
+        vet(region, region.inputs)
+        k, S = torch.randn(5, 2, 3).double(), torch.randn(2, 3, 4).double()
+        (found,) = run(region, [k, S], real, {})
+        for t in range(5):
+            S = S * 0.9 + k[t][..., None]
+        assert torch.allclose(found, S, rtol=1e-12)
+
+    def test_while_data_say_so(self):
+        _gm, region = self.while_region(lambda i, S, k: S.sum() < 5)
+        with pytest.raises(Rejected, match="lt of data"):
+            vet(region, region.inputs)
+
 
 class TestLeavesNoTrace:
     def test_random_state(self):
@@ -396,8 +439,7 @@ class TestLeavesNoTrace:
 class TestCost:
     def test_equal_claims_are_run_once(self, monkeypatch):
         runs = Counter()
-        real = module.run
-        monkeypatch.setattr(module, "run", lambda *a: runs.update(n=1) or real(*a))
+        monkeypatch.setattr(module, "run", lambda *a: runs.update(n=1) or run(*a))
         first, second = verify(claim(loop)), verify(claim(loop))
         assert first.ok and second.ok and runs["n"] == 6  # old and new, three trials
         assert "cached" not in first.evidence and second.evidence["cached"]
