@@ -314,6 +314,11 @@ REASONS: dict[str, Reason] = {
             remedy="Spell the step more simply, or call lc.linear_attention.",
         ),
         Reason(
+            code="GRAD_MODE",
+            text="the recurrence runs partly under no_grad",
+            remedy="Put all of it inside or outside of the no_grad region.",
+        ),
+        Reason(
             code="SELF_CHECK",
             text="the rewrite of a spelled-out recurrence was not confirmed by running both in float64",
             remedy='If the detail says that it could not be run, options={"verify": False} skips the check; else report it.',
@@ -328,6 +333,12 @@ REASONS: dict[str, Reason] = {
             text="what a recurrence in chunk form is made from cannot be told apart as q, k, v, decay and beta",
             remedy="Form q, k, v, g and beta for all tokens, one axis each for batch, tokens, heads and features, before "
             "cutting them into chunks.",
+        ),
+        Reason(
+            code="CHUNK_DECAY_INPUTS",
+            text="decays that no token chooses come from tables that are inputs of the graph, so that nothing in it says "
+            "that they are powers of one decay a head",
+            remedy="Compute the tables in the forward pass, from one slope or decay a head.",
         ),
         Reason(
             code="CHUNK_NOT_EQUAL",

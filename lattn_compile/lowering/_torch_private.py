@@ -18,7 +18,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, disable_functional_mode
 from torch.fx.experimental.proxy_tensor import (
@@ -477,7 +477,6 @@ def trace_before_autograd(
     shape_env = fake_mode.shape_env
     pending = list(shape_env.pending_fresh_unbacked_symbols) if shape_env is not None else []
     mode = _BeforeAutograd()
-    _let_through(module)
     training = torch.is_grad_enabled() and any(x.requires_grad for x in values if isinstance(x, Tensor))
     written: dict[int, bool] = {}
     aliases = bool(aliasing)
@@ -519,15 +518,6 @@ def trace_before_autograd(
             shape_env.pending_fresh_unbacked_symbols[:] = pending
         raise
     return FunctionalTrace(traced, inputs, outputs, written, aliases, torch.is_grad_enabled(), training)
-
-
-def _let_through(module: fx.GraphModule) -> None:
-    """Regions have rules by the exact type of a mode."""
-    for graph_module in module.modules():
-        for node in graph_module.graph.nodes if isinstance(graph_module, fx.GraphModule) else ():
-            if isinstance(node.target, HigherOrderOperator) and FunctionalTensorMode in node.target.python_key_table:
-                rules = node.target.python_key_table
-                rules.setdefault(_BeforeAutograd, rules[FunctionalTensorMode])
 
 
 def _written(args: Sequence[Any], tensors: Mapping[int, FunctionalTensor]) -> dict[int, bool]:

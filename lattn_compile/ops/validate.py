@@ -181,7 +181,13 @@ def check_state(state: Tensor, geometry: Geometry) -> None:
     """`initial_state` is `[N, HV, K, V]`; a value-first one is named as such."""
     n, value_heads, key_dim, value_dim = geometry.state_shape
     remedy = "One state a sequence and value head, key axis before value axis."
-    if state.dim() == 4 and _unequal(key_dim, value_dim) and not _unequal(state.shape[2], value_dim):
+    # The mismatch first: asking whether K is V of every good call would guard a graph of symbolic sizes on it.
+    if (
+        state.dim() == 4
+        and _unequal(state.shape[2], key_dim)
+        and not _unequal(state.shape[2], value_dim)
+        and not _unequal(state.shape[3], key_dim)
+    ):
         remedy += " This one looks value-first, [N, HV, V, K]: pass state.transpose(-1, -2)."
     _check_shape("initial_state", state, "[N, HV, K, V]", (n, value_heads, key_dim, value_dim), remedy)
 

@@ -15,7 +15,7 @@ from lattn_compile.passes import capture
 from lattn_compile.passes.context import PassContext
 from lattn_compile.passes.normalize import functional_copy
 from lattn_compile.passes.spelled.proposal import NearMiss, Proposal, withdraw
-from lattn_compile.passes.spelled.search import region_of, search
+from lattn_compile.passes.spelled.search import in_one_section, region_of, search
 from lattn_compile.passes.spelled.verify import verify
 from lattn_compile.recurrence import classify
 
@@ -40,10 +40,16 @@ def run(context: PassContext) -> None:
 
 def _confirm(proposal: Proposal, context: PassContext) -> NearMiss | None:
     """The self-check; what came of it goes into the evidence."""
+    if not in_one_section(proposal):
+        return NearMiss(proposal.anchor, "its nodes stand in different grad modes", reason("GRAD_MODE"))
     if not context.verify:
         proposal.evidence["self_check"] = {"verified": False, "skipped": True}
         return None
     verdict = verify(proposal.step or proposal)
+    if verdict.ok and proposal.step is not None:
+        # A whole loop may hold what the check does not follow; what it does follow has to agree.
+        whole = verify(proposal)
+        verdict = whole if "differs" in whole.detail else verdict
     errors: dict[str, Any] = verdict.evidence.get("max_relative_error") or {}
     proposal.evidence["self_check"] = {
         "verified": verdict.ok,

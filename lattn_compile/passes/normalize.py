@@ -91,16 +91,24 @@ class Hooks:
 
 HOOKS = Hooks()
 
-# Regions that autograd or the compiler treat as one unit: they stay nodes, and their bodies are normalised alone.
-_UNITS = frozenset(("tag_activation_checkpoint", "wrap_with_set_grad_enabled", "invoke_subgraph"))
+# Regions stay nodes, and their bodies are normalised alone.
+_UNITS = frozenset(
+    (
+        "tag_activation_checkpoint",
+        "wrap_with_set_grad_enabled",
+        "invoke_subgraph",
+        "scan",
+        "associative_scan",
+        "while_loop",
+        "cond",
+    )
+)
 # The same, but what their bodies mean depends on more than their inputs: they are not touched.
 _SEALED = {
     "wrap_with_autocast": "AUTOCAST_REGION",
     "autograd_function_apply": "NOT_NORMALIZED",
     "flex_attention": "NOT_NORMALIZED",
 }
-# Regions whose own tracing makes their bodies functional.
-_TRACED = frozenset(("scan", "cond", "while_loop", "associative_scan"))
 
 
 def functional_copy(module: fx.GraphModule) -> FunctionalCopy:
@@ -143,27 +151,23 @@ class _Copier:
     def _traced(self, module: fx.GraphModule, name: str) -> _Made:
         graphs = len(self.graphs)
         try:
-            trace, regions = self._trace(module, name)
+            trace = self._trace(module, name)
         except Exception as error:
-            detail = (
-                str(error)
-                if isinstance(error, (NotNormalized, HOOKS.untraceable))
-                else f"{type(error).__name__}: {error}"
-            )
+            expected = isinstance(error, (NotNormalized, HOOKS.untraceable))
+            detail = str(error) if expected else f"{type(error).__name__}: {error}"
             return self._plain(module, name, reason("NOT_NORMALIZED", detail.strip().split("\n")[0][:200]))
         made = _assemble(module, trace)
-        own = {id(body) for bodies in regions.values() for body in bodies.values()}
-        traced_bodies = [b for _, b in bodies_of(made) if id(b) not in own]
-        self.graphs[graphs:graphs] = [made, *traced_bodies]
+        self.graphs.insert(graphs, made)
         return _Made(made, True, bool(trace.written), trace.aliases)
 
-    def _trace(self, module: fx.GraphModule, name: str) -> tuple[Trace, dict[fx.Node, dict[str, fx.GraphModule]]]:
+    def _trace(self, module: fx.GraphModule, name: str) -> Trace:
         regions: dict[fx.Node, dict[str, fx.GraphModule]] = {}
         aliasing = set()
+        for node in module.graph.nodes:
+            if isinstance(node.target, torch._ops.HigherOrderOperator) and _kind(node) not in {*_UNITS, *_SEALED}:
+                raise NotNormalized(f"the operator {_kind(node)} is not known")
         for node, bodies in _regions_of(module):
             kind = _kind(node)
-            if kind in _TRACED:
-                continue
             if kind not in _UNITS and kind not in _SEALED:
                 raise NotNormalized(f"the region {kind} is not known")
             made = {attr: self._body(kind, body, f"{name}.{attr}".strip(".")) for attr, body in bodies.items()}
@@ -172,7 +176,7 @@ class _Copier:
             if any(m.aliases for m in made.values()):
                 aliasing.add(node)
             regions[node] = {attr: m.module for attr, m in made.items()}
-        return HOOKS.trace(module, regions, frozenset(aliasing)), regions
+        return HOOKS.trace(module, regions, frozenset(aliasing))
 
     def _body(self, kind: str, body: fx.GraphModule, name: str) -> _Made:
         if kind in _UNITS:
@@ -196,7 +200,7 @@ class _Copier:
         for node, named in _regions_of(module):
             for attr, body in named.items():
                 kind = _kind(node)
-                known = kind in _UNITS or kind in _TRACED
+                known = kind in _UNITS
                 made = self.copy_of(body, f"{name}.{attr}".strip(".")) if known else self._sealed(body)
                 bodies[id(body)] = made.module
         copied = copy_graph_module(module, bodies)

@@ -11,7 +11,7 @@ from torch import fx
 
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["Index", "arguments", "is_tensor", "name_of", "widens"]
+__all__ = ["SHAPE_ONLY", "Index", "arguments", "is_tensor", "name_of", "widens"]
 
 
 def name_of(node: fx.Node) -> str:
@@ -47,16 +47,39 @@ def widens(source: torch.dtype, target: torch.dtype) -> bool:
     return torch.finfo(target).bits > torch.finfo(source).bits
 
 
+# These take the shape of a tensor, or nothing, and none of its values.
+SHAPE_ONLY = frozenset(
+    f"aten::{name}"
+    for name in (
+        "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty rand_like randn_like sym_size"
+    ).split()
+)
+
+_POINTWISE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "add sub rsub mul div neg exp exp2 log sigmoid tanh softplus pow sqrt rsqrt reciprocal square log_sigmoid where "
+        "minimum maximum clamp relu silu abs expm1 log1p"
+    ).split()
+)
+
+
 class Index:
-    """Order of the nodes of one graph, and one representative for nodes that compute the same value."""
+    """Order of the nodes of one graph, the sections that switches of the grad mode cut it into, and one representative
+    for nodes that compute the same value."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.order: dict[fx.Node, int] = {}
+        self.section: dict[fx.Node, int] = {}
         self.same: dict[fx.Node, fx.Node] = {}
+        self._repeated: dict[fx.Node, frozenset[int]] = {}
         known: dict[Any, fx.Node] = {}
+        switches = 0
         for i, node in enumerate(graph.nodes):
             self.order[node] = i
+            switches += name_of(node) == "_set_grad_enabled"
+            self.section[node] = switches
             key = self._key(node)
             self.same[node] = node if key is None else known.setdefault(key, node)
 
@@ -87,5 +110,49 @@ class Index:
         # 1, 1.0 and True are equal keys, and not equal arguments.
         return (type(x), x)
 
+    def repeated(self, node: fx.Node) -> frozenset[int]:
+        """Axes along which a tensor holds the same values again and again, as far as expands tell."""
+        if node not in self._repeated:
+            self._repeated[node] = frozenset()  # until known: bounds the recursion
+            self._repeated[node] = self._find_repeated(node)
+        return self._repeated[node]
+
+    def _find_repeated(self, node: fx.Node) -> frozenset[int]:
+        name = name_of(node)
+        if node.op != "call_function" or not is_tensor(node):
+            return frozenset()
+        rank = len(value(node).shape)
+        inputs = [x for x in node.all_input_nodes if is_tensor(x)]
+        if name in ("aten::expand", "aten::broadcast_to", "aten::expand_as"):
+            source = node.args[0]
+            new = rank - len(value(source).shape)
+            was = self.repeated(source)  # type: ignore[arg-type]
+            ones = [i for i, n in enumerate(value(source).shape) if _one(n)]
+            return frozenset([*range(new), *(i + new for i in was), *(i + new for i in ones)])
+        if name in ("aten::clone", "aten::contiguous", "aten::_to_copy", "aten::to", "aten::alias"):
+            return self.repeated(node.args[0])  # type: ignore[arg-type]
+        if name == "aten::unsqueeze":
+            dim = int(node.args[1]) % rank  # type: ignore[arg-type]
+            return frozenset(i if i < dim else i + 1 for i in self.repeated(node.args[0]))  # type: ignore[arg-type]
+        if name == "aten::transpose":
+            a, b = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+            return frozenset({a: b, b: a}.get(i, i) for i in self.repeated(node.args[0]))  # type: ignore[arg-type]
+        if name == "aten::select":
+            dim = int(node.args[1]) % (rank + 1)  # type: ignore[arg-type]
+            return frozenset(i if i < dim else i - 1 for i in self.repeated(node.args[0]) if i != dim)  # type: ignore[arg-type]
+        if name in _POINTWISE and inputs:
+            out = set(range(rank))
+            for x in inputs:
+                shift = rank - len(value(x).shape)
+                kept = self.repeated(x)
+                out -= {i + shift for i, n in enumerate(value(x).shape) if i not in kept and not _one(n)}
+            return frozenset(out)
+        return frozenset()
+
     def users(self, node: fx.Node) -> Iterator[fx.Node]:
         yield from sorted(node.users, key=self.order.__getitem__)
+
+
+def _one(n: Any) -> bool:
+    known = n.node.maybe_as_int() if isinstance(n, torch.SymInt) else n
+    return bool(known == 1)

@@ -40,7 +40,7 @@ class _Layout:
 def role_nodes(link: Link) -> list[fx.Node]:
     """The tensors that a token's roles are read from."""
     step = link.step
-    products = [*step.decay_terms, step.k, *step.v, *([step.beta] if step.beta else [])]
+    products = [*step.decay_terms, step.k, *step.v, *(step.beta or [])]
     factors = [f for p in products for f in p.factors] + list(link.read.q if link.read else ())
     return list(dict.fromkeys(f.node for f in factors))
 
@@ -80,7 +80,7 @@ def _build(index: Index, chain: Chain, w: Writer, anchor: fx.Node) -> Proposal:
     beta = None
     if any(link.step.beta is not None for link in links):
         beta = _over_time(
-            w, [_product(w, link.step.beta or Product(), _groups(layout, "beta"), dtype) for link in links]
+            w, [_sum(w, link.step.beta or [Product()], _groups(layout, "beta"), dtype) for link in links]
         )
     decay = "none"
     for link in links:
@@ -221,7 +221,10 @@ def _narrow(w: Writer, product: Product, groups: list[list[Label]], dtype: torch
     out: fx.Node | None = None
     for f in product.factors:
         x = w.to(_placed(w, f, wanted), dtype)
-        out = x if out is None else w.call(aten.mul.Tensor, out, x)
+        if f.inverse:
+            out = w.call(aten.reciprocal.default, x) if out is None else w.call(aten.div.Tensor, out, x)
+        else:
+            out = x if out is None else w.call(aten.mul.Tensor, out, x)
     if out is None:
         like = _device(w)
         out = w.call(aten.full.default, [1] * len(wanted), product.coefficient, dtype=dtype, device=like)
@@ -299,7 +302,7 @@ def _log_decay(w: Writer, step: Step, groups: list[list[Label]], dtype: torch.dt
 
 def _log_factor(w: Writer, f: Factor, groups: list[list[Label]], dtype: torch.dtype) -> fx.Node:
     """log of one factor of the decay."""
-    log = _log(w, f.node, dtype)
+    log = _log_of_growth(w, f.node, dtype) if f.inverse else _log(w, f.node, dtype)
     return w.to(_placed(w, Factor(log, f.index), [label for group in groups for label in group]), dtype)
 
 
@@ -332,6 +335,17 @@ def _log(w: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     if not is_decay(node) and not (name == "aten::exp" and interval(node)[0] >= 0.0):
         raise NoMatch("DECAY_RANGE", f"the decay {node.name} lies in {_range(node)}", node)
     return w.call(aten.log.default, w.to(node, dtype))
+
+
+def _log_of_growth(w: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """log(1 / x) of an x that is an exp, in its shape."""
+    x = node.args[0] if node.args else None
+    if isinstance(x, fx.Node) and value(node).dtype == value(x).dtype == dtype:
+        if name_of(node) == "aten::exp":
+            return w.call(aten.neg.default, x)
+        if is_view(node) or name_of(node) in _PICKS:
+            return w.call(node.target, _log_of_growth(w, x, dtype), *node.args[1:], **node.kwargs)
+    raise NoMatch("DECAY_RANGE", f"the decay divides by {node.name}, which lies in {_range(node)}", node)
 
 
 _PICKS = frozenset(["aten::select", "aten::slice", "aten::flip", "aten::index_select"])

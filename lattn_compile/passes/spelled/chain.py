@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from lattn_compile.passes.spelled.aten import Index, name_of, widens
-from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander
+from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander, is_zero
 from lattn_compile.passes.spelled.labels import flat, unify
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch
 from lattn_compile.passes.spelled.reads import Read, fate_of, find_late_read, find_reads
@@ -20,7 +20,6 @@ from lattn_compile.passes.spelled.step import (
     Step,
     candidates,
     is_view,
-    is_zero,
     match_step,
     path_between,
     roots_of,
@@ -84,7 +83,7 @@ def find_chains(index: Index, taken: set[fx.Node]) -> tuple[list[Chain], list[Ne
             if _is_source(root, steps):
                 misses.append(error.at(run[-1].update, steps=len(run)))
             elif _lowest(root) != value(run[0].update).dtype and any(
-                _is_source(r, steps) for r in roots_of(stored_origin(root), steps)
+                _is_source(r, steps) for r in roots_of(index, stored_origin(root), steps)
             ):
                 inside = NoMatch("STATE_ROUNDED", "a state is rounded on its way to its update", root)
                 misses.append(inside.at(run[-1].update, steps=len(run)))
@@ -129,7 +128,7 @@ def _match_one(
 ) -> tuple[Step | None, fx.Node | None, NoMatch | None]:
     miss: NoMatch | None = None
     missed: fx.Node | None = None
-    for root in roots_of(update, steps)[:4]:
+    for root in roots_of(index, update, steps)[:4]:
         try:
             return match_step(index, update, root, states=steps), root, None
         except NoMatch as error:
@@ -140,10 +139,13 @@ def _match_one(
     return None, missed, miss
 
 
+_PICKS = frozenset(["aten::select", "aten::slice", "aten::index_select", "aten::index", "aten::detach", "getitem"])
+
+
 def _is_source(root: fx.Node, steps: dict[fx.Node, Step]) -> bool:
     """Whether a state may begin here: an input, a constant, or an earlier state."""
     origin = stored_origin(root)
-    while name_of(origin) in ("aten::select", "aten::slice", "aten::index_select", "aten::index", "getitem"):
+    while name_of(origin) in _PICKS:
         first = origin.args[0]
         if not isinstance(first, fx.Node):
             break
@@ -171,21 +173,27 @@ def _reads(
         reads, others = find_reads(index, update, exclude)
         if step.rule == "additive" and reads:
             (axis,) = reads[0].key_axes
-            if set(flat(step.axes[axis])) != set(step.key):
+            if set(flat(step.axes[axis])) != set(flat(step.key)):
                 try:
                     again = match_step(index, update, step.root, axis, steps)
                     step.__dict__.update(again.__dict__)
                 except NoMatch as error:
                     step.failure = error
-        mine = [r for r in reads if set(flat(step.axes[r.key_axes[0]])) == set(step.key)]
-        for read in mine:
-            for a, b in zip(read.index, step.axes, strict=True):
-                unify(a, b)
+        mine = _along_key(step, reads)
         others = others or len(mine) != len(reads)
         if not mine and leaks(step) and (late := find_late_read(index, step)) is not None:
             mine, step.late = [late], {n for n in path_between(index, step.root, late.node)}
         found[update] = (mine, others)
     return found
+
+
+def _along_key(step: Step, reads: list[Read]) -> list[Read]:
+    """The reads of a step's state along its keys, their axes called as the step calls them."""
+    mine = [r for r in reads if set(flat(step.axes[r.key_axes[0]])) == set(flat(step.key))]
+    for read in mine:
+        for a, b in zip(read.index, step.axes, strict=True):
+            unify(a, b)
+    return mine
 
 
 def _cut(
@@ -211,8 +219,9 @@ def _cut(
     _refuse_late_reads(index, run, reads)
     head = _from_nothing(index, first)
     if head is not None:
-        before, others = find_reads(index, head.update, first.path)
-        reads[head.update] = (before, others)
+        found, others = find_reads(index, head.update, first.path)
+        mine = _along_key(head, found)
+        reads[head.update] = (mine, others or len(mine) != len(found))
         run = [head, *run]
     pieces: list[list[Link]] = [[]]
     dtype = _rounding(index, run, children)
@@ -370,6 +379,6 @@ def _from_nothing(index: Index, first: Step) -> Step | None:
             decay_terms=[Product()],
             k=Product(1.0, tuple(parts.key)),
             v=[Product(write.coefficient, tuple(parts.column))],
-            beta=Product(1.0, tuple(parts.scalar)) if parts.scalar else None,
+            beta=[Product(1.0, tuple(parts.scalar))] if parts.scalar else None,
         )
     return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from lattn_compile.passes.spelled.chunk_decay import FixedDecay
-from lattn_compile.passes.spelled.chunk_region import Sizes, View
+from lattn_compile.passes.spelled.chunk_views import Sizes, View
 from lattn_compile.passes.spelled.writer import Writer, value
 
 __all__ = ["EAGER", "Nodes", "from_output", "output_of", "state_of", "to_op", "to_state"]

@@ -12,32 +12,38 @@ from lattn_compile.passes.spelled.subgraph import Rejected, constant, name_of, s
 from lattn_compile.passes.spelled.writer import value
 
 __all__ = [
-    "ANALYTIC", "CASTS", "CONTRACTIONS", "LAYOUT", "PADS", "PRODUCTS", "SOLVES", "STEPS",
+    "ANALYTIC", "CASTS", "CONTRACTIONS", "LAYOUT", "PADS", "PRODUCTS", "SOLVES", "STEPS", "WRITES",
     "Constants", "alive_nodes", "name_of", "ones_dropped", "sizes_of", "sources", "users_of",
 ]  # fmt: skip
 
-LAYOUT = frozenset(
-    "view _unsafe_view reshape clone contiguous unsqueeze squeeze permute transpose t mT movedim moveaxis swapaxes "
-    "swapdims flatten unflatten alias expand expand_as view_as repeat_interleave numpy_T matrix_H".split()
-)
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+LAYOUT = _words("""
+    view _unsafe_view reshape clone contiguous unsqueeze squeeze permute transpose t mT movedim moveaxis swapaxes
+    swapdims flatten unflatten alias expand expand_as view_as repeat_interleave numpy_T matrix_H
+""")
 """The same numbers in another arrangement (perhaps repeated)."""
 
-PICKS = frozenset("select slice narrow split split_with_sizes chunk unbind getitem".split())
-PADS = frozenset("pad constant_pad_nd".split())
-CASTS = frozenset("to _to_copy type_as".split())
-JOINS = frozenset("cat stack copy select_scatter slice_scatter repeat tile flip roll index_select index".split())
-PRODUCTS = frozenset("matmul bmm mm einsum baddbmm".split())
-SOLVES = frozenset("linalg_solve_triangular linalg_solve linalg_solve_ex linalg_inv linalg_inv_ex inverse".split())
-CONTRACTIONS = PRODUCTS | SOLVES | frozenset("sum mean cumsum cumprod addbmm linalg_vector_norm prod".split())
+PICKS = _words("select slice narrow split split_with_sizes chunk unbind getitem")
+PADS = _words("pad constant_pad_nd")
+CASTS = _words("to _to_copy type_as")
+WRITES = _words("copy select_scatter slice_scatter cat stack")
+JOINS = WRITES | _words("repeat tile flip roll index_select index")
+PRODUCTS = _words("matmul bmm mm einsum baddbmm")
+SOLVES = _words("linalg_solve_triangular linalg_solve linalg_solve_ex linalg_inv linalg_inv_ex inverse")
+CONTRACTIONS = PRODUCTS | SOLVES | _words("sum mean cumsum cumprod addbmm linalg_vector_norm prod")
 """Sums over an axis: what mixes tokens is among these."""
 
-STEPS = frozenset("mul add sub rsub neg div where masked_fill tril triu cumsum cat stack".split()) | LAYOUT | PICKS | CASTS
+STEPS = _words("mul add sub rsub neg div where masked_fill tril triu cumsum cat stack") | LAYOUT | PICKS | CASTS
 """May stand between a product of two sequences and the next contraction."""
 
-POINTWISE = frozenset(
-    "mul add sub rsub neg div addcmul exp exp2 log log2 where masked_fill tril triu pow rsqrt sqrt reciprocal square "
-    "lerp diag_embed diagonal".split()
-)
+POINTWISE = _words("""
+    mul add sub rsub neg div addcmul exp exp2 log log2 where masked_fill tril triu pow rsqrt sqrt reciprocal square lerp
+    diag_embed diagonal
+""")
 ANALYTIC = LAYOUT | PICKS | PADS | CASTS | JOINS | CONTRACTIONS | POINTWISE
 """May stand inside a region. No gate or norm of a layer around it: those end a region."""
 

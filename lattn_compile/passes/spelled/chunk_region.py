@@ -17,21 +17,21 @@ from torch import fx
 from lattn_compile.passes.spelled.chunk_ops import (
     ANALYTIC,
     CASTS,
-    CONTRACTIONS,
     LAYOUT,
     PADS,
     PICKS,
     PRODUCTS,
     SOLVES,
     STEPS,
+    WRITES,
     Constants,
     alive_nodes,
     name_of,
-    ones_dropped,
     sizes_of,
     sources,
     users_of,
 )
+from lattn_compile.passes.spelled.chunk_views import Sizes, state_views, views
 from lattn_compile.passes.spelled.proposal import NoMatch
 from lattn_compile.passes.spelled.writer import value
 
@@ -40,32 +40,6 @@ _REACH = 8
 
 _EXITS = 12
 """Candidate output sets that are looked at per region."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a candidate: of o, and of what it is made from. `padded`: o has so many tokens instead."""
-
-    batch: int
-    tokens: int
-    heads: int
-    width: int
-    padded: int | None = None
-
-
-@dataclass(frozen=True)
-class View:
-    """What each axis of a tensor is: `b`, `t`, `h`, `f` (features), `k` and `v` (of a state), `1` for size one.
-
-    `cost` is 0 for the usual orders: batch before heads, features last.
-    """
-
-    labels: str
-    cost: int
-
-    def size(self, label: str, sizes: Sequence[int]) -> int:
-        at = self.labels.find(label)
-        return 1 if at < 0 else sizes[at]
 
 
 @dataclass
@@ -194,7 +168,7 @@ class Survey:
         found = []
         for at, node in enumerate(exits):
             fits = is_output if at == o_at else lambda n: self._is_state(n, sizes)
-            while len(users := list(users_of(node, self.alive))) == 1 and _rearranges(users[0], node):
+            while len(users := list(users_of(node, self.alive))) == 1 and self._passes_on(users[0], node):
                 if not fits(users[0]):
                     break
                 node = users[0]
@@ -220,6 +194,13 @@ class Survey:
     @staticmethod
     def _sources(node: fx.Node) -> list[fx.Node]:
         return sources(node) if node.op == "call_function" else node.all_input_nodes
+
+    def _passes_on(self, node: fx.Node, above: fx.Node) -> bool:
+        """Whether a node holds what is above it and nothing else, written into an empty tensor perhaps."""
+        if _rearranges(node, above):
+            return True
+        a, b = sizes_of(node), sizes_of(above)
+        return name_of(node) in WRITES and a is not None and b is not None and math.prod(a) == math.prod(b)
 
     # ---- inputs
 
@@ -268,8 +249,9 @@ class Survey:
             if self._is_state(n, sizes):
                 top = self._state_top(n, sizes)
                 inside, leaves = self._made_of(top, states)
-                from_state = any(s in states for s in leaves)
-                if top in states or not (from_state or (len(inside) and not any(self._is_state(s, sizes) for s in leaves))):
+                # What is made from an earlier state, or from no state at all, is no initial state.
+                made = bool(inside) and not any(self._is_state(s, sizes) and s not in states for s in leaves)
+                if top in states or not made:
                     states[top] = None
                     found.interior.update(_between(n, top))
                     continue
@@ -376,7 +358,7 @@ def _same_size(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _rearranges(node: fx.Node, above: fx.Node) -> bool:
-    """Whether a node holds what is `above` it in another arrangement: a cast to the same dtype and a pad by nothing do."""
+    """Whether a node holds what is above it in another arrangement (a cast to the same dtype, a pad by nothing)."""
     name, a, b = name_of(node), sizes_of(node), sizes_of(above)
     if name in LAYOUT:
         return True
@@ -393,98 +375,6 @@ def _between(low: fx.Node, top: fx.Node) -> list[fx.Node]:
     return found
 
 
-def views(node: fx.Node, sizes: Sizes) -> list[View]:
-    """What the axes of a node may be if it holds every token once, the usual orders first."""
-    shape = sizes_of(node)
-    return [] if shape is None else sorted(_views(shape, sizes), key=lambda v: v.cost)
-
-
-def _views(shape: Sequence[int], sizes: Sizes) -> Iterator[View]:
-    free = ones_dropped(shape)
-    if len(free) > 4:
-        return
-
-    def fits(label: str, n: int) -> bool:
-        if label == "h":
-            return sizes.heads % n == 0
-        return n == {"b": sizes.batch, "t": sizes.tokens}.get(label, n)
-
-    def assign(i: int, labels: str) -> Iterator[str]:
-        if i == len(free):
-            yield labels
-            return
-        for label in "bthf":
-            if label not in labels and fits(label, shape[free[i]]):
-                yield from assign(i + 1, labels + label)
-
-    for order in assign(0, ""):
-        if (sizes.batch > 1) != ("b" in order) or (sizes.tokens > 1) != ("t" in order):
-            continue
-        cost = 2 * ("f" in order and order[-1] != "f")
-        cost += "b" in order and "h" in order and order.index("b") > order.index("h")
-        if sizes.heads > 1 and "h" not in order:
-            # One head for all: usual where an axis of size one stands for it.
-            cost += 1 if len(shape) - len(free) > (sizes.batch == 1) + (sizes.tokens == 1) else 2
-        labels = ["1"] * len(shape)
-        for i, label in zip(free, order, strict=True):
-            labels[i] = label
-        yield View("".join(labels), cost)
-
-
-def state_views(shape: Sequence[int], sizes: Sizes, keys: int | None) -> Iterator[View]:
-    """What the axes of a state may be: batch, heads (or `n`, both in one), then keys and values in either order.
-
-    `keys`: K if it is known.
-    """
-    free = ones_dropped(shape)
-    numbers = [shape[i] for i in free]
-    heads = [[(label, n) for label, n in (("b", sizes.batch), ("h", sizes.heads)) if n > 1]]
-    if len(heads[0]) == 2:
-        heads.append([("n", sizes.batch * sizes.heads)])
-    for head in heads:
-        if numbers[: len(head)] != [n for _, n in head]:
-            continue
-        tail = numbers[len(head) :]
-        for order in ("kv", "vk"):
-            long = [label for label in order if (sizes.width if label == "v" else keys) != 1]
-            if keys is None and len(tail) == len(long) - 1:
-                long = ["v"]
-            if len(tail) != len(long):
-                continue
-            if any(n != {"v": sizes.width, "k": keys or n}[label] for label, n in zip(long, tail, strict=True)):
-                continue
-            labels = ["1"] * len(shape)
-            for i, label in zip(free, [*(label for label, _ in head), *long], strict=True):
-                labels[i] = label
-            yield View("".join(labels), 0)
-
-
-def output_sizes(o: fx.Node) -> Iterator[Sizes]:
-    """What B, T, HV, V of an output may be, by the position of its token axis."""
-    shape = sizes_of(o)
-    if shape is None or not 2 <= len(shape) <= 5:
-        return
-    free = ones_dropped(shape)
-    width, others = (shape[free[-1]], free[:-1]) if free and free[-1] == len(shape) - 1 else (1, free)
-    if len(others) > 3:
-        return
-    for t in sorted(others, key=lambda i: -shape[i]):
-        b, h = _batch_and_heads([i for i in others if i != t], shape)
-        yield Sizes(b, shape[t], h, width)
-    if len(others) <= 2:
-        b, h = _batch_and_heads(others, shape)
-        yield Sizes(b, 1, h, width)
-
-
-def _batch_and_heads(axes: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
-    if len(axes) == 2:
-        return shape[axes[0]], shape[axes[1]]
-    if not axes:
-        return 1, 1
-    # One axis of size one before it: that was the batch, or the heads are folded into it.
-    return (1, shape[axes[0]]) if axes[0] > 0 or len(shape) == 3 else (shape[axes[0]], 1)
-
-
 @dataclass(frozen=True)
 class Grain:
     """How tokens are grouped: axes along which a region mixes tokens, and pads `(from, to)`."""
@@ -493,9 +383,9 @@ class Grain:
     pads: set[tuple[int, int]]
 
     def rank(self, tokens: int) -> int:
-        """0 if `tokens` is a whole number of chunks, or is padded to one; 1 if not, which a block loop may do."""
+        """0 if `tokens` is a whole number of chunks, or is padded to one; 2 if not, which a block loop may do."""
         lengths = {tokens} | {n for m, n in self.pads if m == tokens}
-        return 0 if any(n % c == 0 for n in lengths for c in self.mixed) else 1
+        return 0 if any(n % c == 0 for n in lengths for c in self.mixed) else 2
 
 
 def grain_of(survey: Survey, exits: Sequence[fx.Node], core: set[fx.Node]) -> Grain:

@@ -16,7 +16,8 @@ from lattn_compile.passes.spelled.analytic import vet
 from lattn_compile.passes.spelled.chunk_decay import FixedDecay, find_decay, measured
 from lattn_compile.passes.spelled.chunk_layout import EAGER, from_output, output_of, state_of, to_op, to_state
 from lattn_compile.passes.spelled.chunk_ops import PRODUCTS, name_of, sizes_of, sources
-from lattn_compile.passes.spelled.chunk_region import Boundary, Sizes, View, state_views, views
+from lattn_compile.passes.spelled.chunk_region import Boundary
+from lattn_compile.passes.spelled.chunk_views import Sizes, View, state_views, views
 from lattn_compile.passes.spelled.proposal import NoMatch
 from lattn_compile.passes.spelled.scaled import real
 from lattn_compile.passes.spelled.subgraph import Region, clean_state, extract, run
@@ -82,9 +83,13 @@ class Trial:
         self.exits, self.boundary, self.sizes = exits, boundary, sizes
         self.inputs = [*boundary.tokens, *boundary.states, *boundary.statics]
         self.region: Region = extract(exits, self.inputs)
-        vet(self.region, self.inputs)
         self.through = {n: self._passes(n, ("exp", "exp2")) for n in boundary.tokens}
         self.as_decay = {n: self._passes(n, ("log", "log2", "cumprod")) for n in boundary.tokens}
+        self.values: dict[fx.Node, Any] = {}
+
+    def prepare(self) -> None:
+        """Draws the inputs. Raises Rejected where random numbers could not prove anything."""
+        vet(self.region, self.inputs)
         generator = torch.Generator().manual_seed(0)
         self.values = {n: self._draw(n, generator) for n in self.inputs}
 
@@ -153,8 +158,8 @@ def find_roles(exits: Sequence[fx.Node], o_at: int, boundary: Boundary, sizes: S
     """The roles under which the region is the recurrence. `exits[o_at]` is taken for o.
 
     Raises:
-        NoMatch: CHUNK_INPUTS where the boundary has not the tensors of a recurrence, CHUNK_NOT_EQUAL where no
-            assignment computes what the region does.
+        NoMatch: CHUNK_INPUTS where the boundary has not the tensors of a recurrence, CHUNK_DECAY_INPUTS or
+            CHUNK_NOT_EQUAL where no assignment computes what the region does.
     """
     tensors = boundary.tokens
     if not 3 <= len(tensors) <= 6 or len(boundary.states) > 1:
@@ -173,6 +178,7 @@ def find_roles(exits: Sequence[fx.Node], o_at: int, boundary: Boundary, sizes: S
                     return find_roles(exits, o_at, replace(boundary, tokens=rest, states=[n]), sizes)
     if len(vectors) != 3 or len(scalars) > 1 or len(gates) > 1:
         raise NoMatch("CHUNK_INPUTS", f"vectors {_names(vectors)}, scalars {_names(scalars)}, decays {_names(gates)}")
+    trial.prepare()
     base = trial.run(state=False)
     if not all(torch.isfinite(x).all() for x in base):
         raise NoMatch("CHUNK_NOT_EQUAL", "it is not finite on random inputs")
@@ -196,6 +202,8 @@ def find_roles(exits: Sequence[fx.Node], o_at: int, boundary: Boundary, sizes: S
                     return checked
             continue
         return found
+    if not gates and boundary.statics and best < float("inf"):
+        raise NoMatch("CHUNK_DECAY_INPUTS", f"they are {_names(boundary.statics)}", boundary.statics[0])
     raise NoMatch("CHUNK_NOT_EQUAL", f"the closest recurrence differs by {best:.2g} of o on random inputs")
 
 
@@ -227,7 +235,7 @@ def _assignments(
             continue
         if returned and (linear[q][1] is not None or linear[v][1] is not True):
             continue
-        rules = ("delta",)
+        rules: tuple[str, ...] = ("delta",)
         if linear[k][0]:
             # One token from a zero state is the same under both rules.
             rules = ("delta", "additive") if trial.multiplies(k) else ("additive", "delta")

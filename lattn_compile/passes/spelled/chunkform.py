@@ -9,8 +9,9 @@ from torch import fx
 
 from lattn_compile.passes.spelled.chunk_layout import Nodes, output_of, state_of
 from lattn_compile.passes.spelled.chunk_ops import ANALYTIC, CONTRACTIONS, PRODUCTS, SOLVES, name_of, sources
-from lattn_compile.passes.spelled.chunk_region import Boundary, Sizes, Survey, grain_of, output_sizes
+from lattn_compile.passes.spelled.chunk_region import Boundary, Survey, grain_of
 from lattn_compile.passes.spelled.chunk_roles import Roles, evaluate, find_roles
+from lattn_compile.passes.spelled.chunk_views import Sizes, output_sizes
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal
 from lattn_compile.passes.spelled.subgraph import Rejected
 from lattn_compile.passes.spelled.writer import value
@@ -26,8 +27,14 @@ _INPUTS = 9
 _LOOKS = 48
 """Candidates a group of seeds gets."""
 
+_TRIALS = 24
+"""Boundaries of a group of seeds that are run and found to be something else, before it is given up."""
+
+_WRONG = 2
+"""How many of them may have the same outputs."""
+
 _CORES = 6
-_PROGRESS = ("CHUNK_INPUTS", "CHUNK_OPERATOR", "CHUNK_NOT_EQUAL")
+_PROGRESS = ("CHUNK_INPUTS", "CHUNK_OPERATOR", "CHUNK_NOT_EQUAL", "CHUNK_DECAY_INPUTS")
 """How far a candidate came, least first."""
 
 
@@ -58,7 +65,7 @@ class _Search:
         self.survey = survey
         self.furthest: NoMatch | None = None
         self.tried: set[tuple[object, ...]] = set()
-        self.looked = 0
+        self.looked = self.failed = 0
 
     def run(self, seeds: Sequence[fx.Node]) -> tuple[Proposal | NearMiss | None, set[fx.Node]]:
         cores = [set(seeds)]
@@ -95,7 +102,7 @@ class _Search:
                 for sizes in output_sizes(o):
                     short = sorted(m for m, n in grain.pads if n == sizes.tokens)
                     lowered = self.survey.lowered(exits, at, sizes)
-                    found += [(2, at, lowered, replace(sizes, tokens=m, padded=sizes.tokens)) for m in short]
+                    found += [(1, at, lowered, replace(sizes, tokens=m, padded=sizes.tokens)) for m in short]
                     found.append((3 if short else grain.rank(sizes.tokens), at, lowered, sizes))
         return [candidate for _, *candidate in sorted(found, key=lambda x: x[0])]  # type: ignore[misc]
 
@@ -103,12 +110,13 @@ class _Search:
         self, exits: list[fx.Node], o_at: int, below: set[fx.Node], sizes: Sizes, boundary: Boundary
     ) -> tuple[Proposal, set[fx.Node]] | None:
         opened: set[fx.Node] = set()
+        wrong = 0
         if not 3 <= len(boundary.tokens) <= _INPUTS or len(boundary.states) > 1:
             self._note(NoMatch("CHUNK_INPUTS", f"its inputs are {[*boundary.tokens, *boundary.states]}"))
             return None
         for _ in range(_OPENED):
             key = (o_at, tuple(exits), sizes, tuple(boundary.tokens), tuple(boundary.states), tuple(boundary.statics))
-            if key in self.tried:
+            if key in self.tried or self.failed == _TRIALS:
                 return None
             self.tried.add(key)
             try:
@@ -116,6 +124,10 @@ class _Search:
                 return propose(self.survey, exits, o_at, boundary, roles), boundary.interior
             except (NoMatch, Rejected) as e:
                 self._note(e)
+                if not isinstance(e, NoMatch) or e.code != "CHUNK_INPUTS":
+                    self.failed, wrong = self.failed + 1, wrong + 1
+                if wrong == _WRONG:
+                    return None
             above = self._to_open(boundary, sizes)
             if above is None:
                 return None
@@ -145,9 +157,15 @@ class _Search:
             self.furthest = e
 
     def _near_miss(self, seeds: Sequence[fx.Node]) -> NearMiss | None:
-        """A reason, where there are a decay's cumulative sum (or a triangular system) and a product of sequences."""
+        """A reason, where it looked like a recurrence: by a decay's cumulative sum or a triangular system next to a
+        product of sequences, or by q, k and v that were told apart.
+        """
+        if self.furthest is None:
+            return None
         names = {name_of(n) for n in seeds}
-        if not names & (SOLVES | {"cumsum", "cumprod"}) or not names & PRODUCTS or self.furthest is None:
+        if self.furthest.code != "CHUNK_DECAY_INPUTS" and not (
+            names & (SOLVES | {"cumsum", "cumprod"}) and names & PRODUCTS
+        ):
             return None
         return self.furthest.at(seeds[-1])
 
@@ -192,4 +210,3 @@ def propose(survey: Survey, exits: list[fx.Node], o_at: int, boundary: Boundary,
         domains=domains,
         evidence={"nodes": len(boundary.interior), "trial_error": roles.error, "scale": roles.scale},
     )
-

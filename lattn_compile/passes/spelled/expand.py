@@ -16,10 +16,10 @@ from torch import fx
 from lattn_compile.passes.spelled.aten import Index, arguments, is_tensor, name_of, widens
 from lattn_compile.passes.spelled.labels import Axis, Label, constant_size, flat, is_one, regroup, same_size, unify
 from lattn_compile.passes.spelled.proposal import NoMatch
-from lattn_compile.passes.spelled.terms import EYE, Expr, Factor, Term, add, atom, broadcast, contract, multiply, sum_over
+from lattn_compile.passes.spelled.terms import EYE, Expr, Factor, Term, add, atom, contract, inverse, multiply, sum_over
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["PRODUCTS", "SELECTS", "VIEWS", "Expander", "expandable"]
+__all__ = ["PRODUCTS", "SELECTS", "VIEWS", "Expander", "constant", "expandable", "is_zero"]
 
 VIEWS, PRODUCTS, SELECTS = 0, 1, 2
 
@@ -78,14 +78,22 @@ class Expander:
         if handler is None or not isinstance(node.target, torch._ops.OpOverload):
             if on_path:
                 raise NoMatch("STATE_OP", f"{name} stands on the state path", node)
-            return atom(self.index.same[node])
+            return self._atom(node)
         try:
             return handler(self, node, arguments(node))
         except NoMatch as error:
             if on_path:
                 error.node = error.node or node
                 raise
-            return atom(self.index.same[node])
+            return self._atom(node)
+
+    def _atom(self, node: fx.Node) -> Expr:
+        node = self.index.same[node]
+        if (known := constant(node)) is not None:
+            return Expr([()] * len(value(node).shape), [Term(known, ())])
+        if is_zero(node):
+            return Expr([() if is_one(n) else (Label(n),) for n in value(node).shape], [])
+        return atom(node, self.index.repeated(node))
 
     def _part(self, node: fx.Node) -> Expr | None:
         """One of the tensors that `unbind` returns."""
@@ -121,6 +129,41 @@ def expandable(node: fx.Node) -> bool:
     """Whether there is anything to look into."""
     name = name_of(node)
     return name in _SUMS or name in _PRODUCTS or name in _VIEWS or name in _SELECTS
+
+
+def is_zero(node: fx.Node) -> bool:
+    """A tensor of zeros."""
+    name = name_of(node)
+    if name in ("aten::zeros", "aten::new_zeros", "aten::zeros_like"):
+        return True
+    return name in ("aten::full", "aten::new_full", "aten::full_like") and arguments(node).get("fill_value") == 0
+
+
+_COPIES = frozenset(
+    ["aten::lift_fresh_copy", "aten::clone", "aten::alias", "aten::_to_copy", "aten::view", "aten::detach"]
+    + ["aten::detach_", "aten::lift_fresh"]
+)
+
+
+def constant(node: fx.Node) -> float | None:
+    """The number that a tensor of one element is known to hold."""
+    while name_of(node) in _COPIES:
+        node = node.args[0]  # type: ignore[assignment]
+    v = value(node)
+    if not isinstance(v, torch.Tensor) or any(not is_one(n) for n in v.shape):
+        return None
+    if name_of(node) in ("aten::full", "aten::scalar_tensor", "aten::new_full"):
+        a = arguments(node)
+        x = a.get("fill_value", a.get("s"))
+        return float(x) if isinstance(x, (int, float)) else None
+    if node.op != "get_attr" or node.graph.owning_module is None:
+        return None
+    x = node.graph.owning_module
+    for name in str(node.target).split("."):
+        x = getattr(x, name, None)  # type: ignore[assignment]
+    known = isinstance(x, torch.Tensor) and not isinstance(x, (torch.nn.Parameter, torch._subclasses.FakeTensor))
+    # A buffer may change; a literal of the code may not.
+    return float(x) if known and str(node.target).startswith(("_tensor_constant", "lifted_tensor")) else None  # type: ignore[arg-type]
 
 
 def number(x: Any) -> float:
@@ -315,10 +358,9 @@ def _mul(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
 
 
 def _div(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
-    other = a["other"]
-    if a.get("rounding_mode") is not None or isinstance(other, fx.Node):
-        raise NoMatch("STATE_OP", "a division by a tensor", node)
-    return e.expand(a["self"]).scaled(1.0 / number(other))
+    if a.get("rounding_mode") is not None or a["other"] in e.path or a["other"] is e.root:
+        raise NoMatch("STATE_OP", "a division by the state", node)
+    return multiply([e.operand(a["self"]), inverse(e.operand(a["other"]))])
 
 
 def _neg(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:

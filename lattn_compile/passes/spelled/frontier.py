@@ -42,12 +42,27 @@ def frontier_of(index: Index, proposal: Proposal, needed: Iterable[fx.Node]) -> 
             raise NoMatch("TOO_MANY_TERMS", "the region between the inputs and the outputs is too large", node)
         ends = node.op != "call_function" and node.op != "get_attr"
         # Above the oldest value that the new nodes read, nothing can lead to one of them.
-        if node in read or ends or (node in given and index.order[node] < oldest):
+        if (node in read and not index.repeated(node)) or ends or (node in given and index.order[node] < oldest):
             frontier[node] = None
         else:
             waiting.extend(node.all_input_nodes)
-    frontier.update(dict.fromkeys(x for x in read if x.op != "get_attr"))
+    frontier.update(dict.fromkeys(_drawable(index, read)))
     return sorted(_independent(index, frontier), key=index.order.__getitem__)
+
+
+def _drawable(index: Index, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """`nodes`, with the inputs of those that hold the same values again and again, which no random draw would."""
+    waiting, out, seen = list(nodes), [], set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node.op == "get_attr":
+            continue
+        seen.add(node)
+        if index.repeated(node):
+            waiting.extend(node.all_input_nodes)
+        else:
+            out.append(node)
+    return out
 
 
 def _independent(index: Index, frontier: Iterable[fx.Node]) -> list[fx.Node]:

@@ -214,7 +214,7 @@ _KEEPING = frozenset(
     for name in (
         "stack cat copy_ copy index_put index_put_ index_copy index_copy_ scatter select_scatter slice_scatter "
         "scatter_ index_add repeat expand select_scatter as_strided masked_scatter unbind split concat concatenate "
-        "hstack vstack"
+        "hstack vstack detach"
     ).split()
 ) | {"getitem", "output"}
 

@@ -14,11 +14,13 @@ from lattn_compile.passes.spelled.build import build, role_nodes
 from lattn_compile.passes.spelled.canonical import canonicalize
 from lattn_compile.passes.spelled.chain import Chain, Link, find_chains
 from lattn_compile.passes.spelled.chunkform import find_chunk_forms
+from lattn_compile.passes.spelled.lift import as_before
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal
 from lattn_compile.passes.spelled.scan import is_scan, is_while_loop, rewrite_scan, rewrite_while_loop
 from lattn_compile.passes.spelled.stacks import simplify_stacks
+from lattn_compile.passes.spelled.writer import Writer
 
-__all__ = ["Found", "commit", "find", "region_of", "search", "tidy"]
+__all__ = ["Found", "commit", "find", "in_one_section", "region_of", "search", "tidy"]
 
 
 @dataclass
@@ -158,9 +160,22 @@ def region_of(proposal: Proposal) -> list[fx.Node]:
     return [n for n in proposal.anchor.graph.nodes if n in seen and n not in inserted]
 
 
+def in_one_section(proposal: Proposal) -> bool:
+    """Whether old and new nodes stand between the same two switches of the grad mode."""
+    index = Index(proposal.op.graph)
+    return len({index.section[n] for n in (*region_of(proposal), proposal.op)}) == 1
+
+
 def commit(proposal: Proposal) -> None:
-    """Put the replacement in use. The old nodes stay, for `tidy` to take away what nothing needs."""
+    """Put the replacement in use. The old nodes stay, for `tidy` to take away what nothing needs.
+
+    What leaves the graph keeps the strides it had: a cache of others would be compiled for anew.
+    """
     for old, new in zip(proposal.old, proposal.new, strict=True):
+        if any(u.op == "output" or name_of(u) == "aten::copy_" for u in old.users):
+            w = Writer(new.next, new)
+            new = as_before(w, new, old) or new
+            proposal.inserted += w.inserted
         old.replace_all_uses_with(new)
 
 
@@ -168,10 +183,14 @@ def tidy(gm: fx.GraphModule, ops: list[fx.Node]) -> None:
     """Order the graph again, drop what nothing uses, and put outputs together that a loop put together token by token."""
     graph = gm.graph
     restore_order(graph)
+    for node in graph.nodes:
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default  # the outputs' strides are others than before
     graph.eliminate_dead_code(_has_effect)
     outputs = [u for op in ops for u in op.users if name_of(u) == "getitem"]
     simplify_stacks(gm, outputs)
     graph.eliminate_dead_code(_has_effect)
+    gm.delete_all_unused_submodules()
 
 
 def _has_effect(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import Index, arguments, is_tensor, name_of, widens
+from lattn_compile.passes.spelled.aten import SHAPE_ONLY, Index, is_tensor, name_of, widens
 from lattn_compile.passes.spelled.expand import PRODUCTS, SELECTS, VIEWS, Expander, expandable
 from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, same_size, unify
 from lattn_compile.passes.spelled.proposal import NoMatch
@@ -42,7 +42,7 @@ class Step:
         batch, key, column: labels of the state: sequences and heads, K, V.
         axes: of the update; root_index: labels of the root's axes.
         decay_terms: D as a sum of products; one product of coefficient 1 without factors is no decay.
-        k, beta: products; v: a sum of products. beta None is 1.
+        k: a product; v, beta: sums of products. beta None is 1.
         late: nodes of a read that is spelled with the previous state.
         failure: why the step cannot be used after all.
     """
@@ -59,7 +59,7 @@ class Step:
     decay_terms: list[Product]
     k: Product
     v: list[Product]
-    beta: Product | None
+    beta: list[Product] | None
     depth: int = 0
     failure: NoMatch | None = None
     late: set[fx.Node] = field(default_factory=set)
@@ -196,14 +196,7 @@ _CONSTANTS = frozenset(
 )
 
 
-def is_zero(node: fx.Node) -> bool:
-    name = name_of(node)
-    if name in ("aten::zeros", "aten::new_zeros", "aten::zeros_like"):
-        return True
-    return name in ("aten::full", "aten::new_full", "aten::full_like") and arguments(node).get("fill_value") == 0
-
-
-def roots_of(update: fx.Node, states: dict[fx.Node, object]) -> list[fx.Node]:
+def roots_of(index: Index, update: fx.Node, states: dict[fx.Node, object]) -> list[fx.Node]:
     """What the previous state may be: where the operands of full size lead to, earlier states first."""
     found: list[fx.Node] = []
     waiting, seen = [update], {update}
@@ -229,7 +222,7 @@ def roots_of(update: fx.Node, states: dict[fx.Node, object]) -> list[fx.Node]:
             return 2
         return 4 if _is_outer(origin) else 3
 
-    return sorted(dict.fromkeys(found), key=rank)
+    return sorted(dict.fromkeys(found), key=lambda node: (rank(node), index.order[node]))
 
 
 def _carriers(node: fx.Node) -> list[fx.Node]:
@@ -270,7 +263,9 @@ def path_between(
     below, waiting = {root}, [root]
     while waiting:
         for user in waiting.pop().users:
-            if user not in below and index.order[user] <= last and (user not in states or user is update):
+            if name_of(user) in SHAPE_ONLY or (user in states and user is not update):
+                continue
+            if user not in below and index.order[user] <= last:
                 below.add(user)
                 waiting.append(user)
     path, waiting = set(), [update]
@@ -296,22 +291,19 @@ class NeedsMatrix(Exception):
 _FINAL = frozenset(["STATE_OP", "STATE_ROUNDED", "ARITHMETIC_DTYPE"])
 
 
-class _HiddenBeta(NoMatch):
-    """A beta on the write alone that a shallower look had taken for part of the value."""
-
-
 def match_step(
     index: Index,
     update: fx.Node,
     root: fx.Node,
     key_axis: int | None = None,
     states: Collection[fx.Node] = (),
+    within: bool = False,
 ) -> Step:
     """Prove that `update` is one step from `root`. Raises NoMatch saying how far it came.
 
     Args:
         key_axis: the axis of `update` that is read along, which an additive rule does not say itself.
-        states: known states.
+        states: known states. within: whether `root` is the decayed state.
     """
     path = path_between(index, root, update, states)
     if update not in path:
@@ -330,13 +322,54 @@ def match_step(
                 matrices.add(needed.node)
             except NoMatch as error:
                 best = error if best is None else best
-                if error.code in _FINAL or isinstance(error, _HiddenBeta):
+                if error.code in _FINAL:
                     raise
                 break
         else:
             best = best or NoMatch("TOO_MANY_TERMS", "the update is a sum of too many products", update)
     assert best is not None
+    if best.code == "DECAY_FORM" and not within:
+        return _match_beyond_decay(index, update, root, path, states, best)
     raise best
+
+
+def _match_beyond_decay(
+    index: Index, update: fx.Node, root: fx.Node, path: set[fx.Node], states: Collection[fx.Node], failure: NoMatch
+) -> Step:
+    """A delta rule whose decay is a sum of terms: the decayed state is found first, and the step matched from there."""
+    order = sorted((n for n in path if n is not update), key=index.order.__getitem__)
+    for middle in [n for n in order if is_tensor(n) and _full_size(n, update)][:8]:
+        before = path_between(index, root, middle)
+        if any(u in path and u not in before for n in (root, *before) if n is not middle for u in n.users):
+            continue  # something else than the decayed state is used
+        try:
+            step = match_step(index, update, middle, states=states, within=True)
+            decayed = simplify(Expander(index, root, before, PRODUCTS).expand(middle))
+        except NoMatch:
+            continue
+        if step.rule != "delta" or step.decay != "none" or any(len(_roots(t, root)) != 1 for t in decayed.terms):
+            continue
+        order_of = _roots(decayed.terms[0], root)[0]
+        try:
+            for mine, theirs in zip(decayed.axes, step.root_index, strict=True):
+                unify(mine, theirs)
+        except NoMatch:
+            continue
+        labels = order_of.labels()
+        if any(_roots(t, root)[0].labels() != labels for t in decayed.terms) or set(labels) != set(decayed.free()):
+            continue
+        step.root, step.path = root, path
+        step.root_index = tuple(a for a in order_of.index if not isinstance(a, int))
+        step.decay_terms = [Product(t.coefficient, _without(t, root)) for t in decayed.terms]
+        columns = {x for axis in step.axes for x in flat(axis)} & set(flat(step.column))
+        if any(columns & set(f.labels()) for p in step.decay_terms for f in p.factors):
+            raise NoMatch("DECAY_AXIS", "the decay depends on the value axis of the state", update)
+        return step
+    raise failure
+
+
+def _roots(term: Term, root: fx.Node) -> list[Factor]:
+    return [f for f in term.factors if f.node is root]
 
 
 def _is_root(f: Factor, root: fx.Node) -> bool:
@@ -570,7 +603,7 @@ def _prove_delta(
             raise NoMatch("BETA_ONE_SIDE", "write and erase have different strengths", step.update)
         values.append(Product(term.coefficient / strength, tuple(w.column)))
     step.k, step.v = Product(1.0, key or ()), values
-    step.beta = None if not beta and strength == 1.0 else Product(strength, beta or ())
+    step.beta = None if not beta and strength == 1.0 else [Product(strength, beta or ())]
 
 
 def _sum_inside(node: fx.Node) -> fx.Node | None:
@@ -614,7 +647,7 @@ def _refuse_hidden_beta(step: Step, index: Index) -> None:
             }
             for term in inside.terms if along else ():
                 if any(not along & set(g.labels()) and not _is_mask(g.node) for g in term.factors):
-                    raise _HiddenBeta("BETA_ONE_SIDE", "a factor stands on the write only", f.node)
+                    raise NoMatch("BETA_ONE_SIDE", "a factor stands on the write only", f.node)
 
 
 def _is_mask(node: fx.Node) -> bool:
@@ -627,20 +660,21 @@ def _is_mask(node: fx.Node) -> bool:
 
 
 def _split_additive(step: Step, writes: list[Term]) -> None:
+    """k, v and beta of writes without an erase. Values may be summed, or strengths, along one key."""
     keys, columns = set(step.key), set(step.column)
     splits = [(t, split_product(t.factors, keys, columns)) for t in writes]
     first = splits[0][1]
     for _, s in splits:
         if not s.key or not s.column:
             raise NoMatch("NOT_RANK_ONE", "what is written is no outer product of a key and a value", step.update)
-        if _keys_of(s.key) != _keys_of(first.key) or _keys_of(s.scalar) != _keys_of(first.scalar):
+        if _keys_of(s.key) != _keys_of(first.key):
             raise NoMatch("NOT_RANK_ONE", "two writes along different keys", step.update)
     step.k = Product(1.0, tuple(first.key))
-    step.beta = Product(1.0, tuple(first.scalar)) if first.scalar else None
-    step.v = [Product(t.coefficient, tuple(s.column)) for t, s in splits]
-
-
-def relabel(step: Step, axes: Sequence[Axis]) -> None:
-    """Call the labels of a step's state as another step does."""
-    for mine, theirs in zip(step.axes, axes, strict=True):
-        unify(mine, theirs)
+    if all(_keys_of(s.scalar) == _keys_of(first.scalar) for _, s in splits):
+        step.beta = [Product(1.0, tuple(first.scalar))] if first.scalar else None
+        step.v = [Product(t.coefficient, tuple(s.column)) for t, s in splits]
+    elif all(_keys_of(s.column) == _keys_of(first.column) for _, s in splits):
+        step.beta = [Product(t.coefficient, tuple(s.scalar)) for t, s in splits]
+        step.v = [Product(1.0, tuple(first.column))]
+    else:
+        raise NoMatch("NOT_RANK_ONE", "two writes of different values and strengths", step.update)

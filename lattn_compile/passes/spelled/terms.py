@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from lattn_compile.passes.spelled.labels import Axis, Label, constant_size, flat
 from lattn_compile.passes.spelled.proposal import NoMatch
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["EYE", "Expr", "Factor", "Term", "add", "atom", "broadcast", "contract", "keyed", "multiply", "simplify"]
+__all__ = ["EYE", "Expr", "Factor", "Term", "add", "atom", "broadcast", "contract", "inverse", "keyed", "multiply", "simplify"]
 
 MAX_TERMS = 64
 
@@ -33,10 +33,11 @@ EYE: Any = _Eye()
 
 @dataclass(frozen=True)
 class Factor:
-    """`node[index]`: an axis of the node is an axis of labels, or a constant position."""
+    """`node[index]`, or 1 / `node[index]`: an axis of the node is an axis of labels, or a constant position."""
 
     node: fx.Node
     index: tuple[Index, ...]
+    inverse: bool = False
 
     def labels(self) -> list[Label]:
         return [label for axis in self.index if not isinstance(axis, int) for label in flat(axis)]
@@ -46,12 +47,13 @@ class Factor:
         rename = rename or {}
         return (
             self.node,
+            self.inverse,
             *(axis if isinstance(axis, int) else tuple(rename.get(x, x) for x in flat(axis)) for axis in self.index),
         )
 
     def renamed(self, rename: dict[Label, Label]) -> Factor:
         index = tuple(a if isinstance(a, int) else tuple(rename.get(x, x) for x in flat(a)) for a in self.index)
-        return Factor(self.node, index)
+        return Factor(self.node, index, self.inverse)
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,22 @@ class Expr:
         return [label for axis in self.axes for label in flat(axis)]
 
 
-def atom(node: fx.Node) -> Expr:
-    """A tensor that is not looked into."""
+def atom(node: fx.Node, repeated: Collection[int] = ()) -> Expr:
+    """A tensor that is not looked into. Along the axes `repeated` it holds the same values again and again."""
     axes: list[Axis] = [() if is_one(n) else (Label(n),) for n in value(node).shape]
-    return Expr(axes, [Term(1.0, (Factor(node, tuple(axes)),))])
+    index = tuple(0 if i in repeated and axis else axis for i, axis in enumerate(axes))
+    return Expr(axes, [Term(1.0, (Factor(node, index),))])
+
+
+def inverse(expr: Expr) -> Expr:
+    """1 / expr, of a single product."""
+    if len(expr.terms) != 1 or expr.terms[0].coefficient == 0.0:
+        raise NoMatch("STATE_OP", "a division by a sum")
+    (term,) = expr.terms
+    factors = tuple(Factor(f.node, f.index, not f.inverse) for f in term.factors)
+    if any(f.node is EYE for f in factors) or term.labels() - set(expr.free()):
+        raise NoMatch("STATE_OP", "a division by a contraction")
+    return Expr(expr.axes, [Term(1.0 / term.coefficient, factors)])
 
 
 def broadcast(exprs: Sequence[Expr]) -> list[Axis]:

@@ -308,7 +308,7 @@ class _Case:
             return torch.randint(0, 2, shape, generator=generator).to(v.dtype)
         x = torch.randn(shape, generator=generator, dtype=torch.float64)
         domain, positive = self.domains[node]
-        if trial == "wide":
+        if trial == "wide" and domain != "decay":  # a decay in (0, 1) may stand there as its log
             x = x / max(self._tokens(), math.sqrt(self._keys()))
             return x.exp() if positive else x
         if domain in ("log_decay", "decay"):

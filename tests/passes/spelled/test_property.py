@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.passes.spelled.generator import Spelling, spellings
+from tests.passes.spelled.generator import Spelling, simplified, spellings
 from tests.passes.spelled.harness import copies, gradients, recurrence, rewrite_graph, worst_error
 from tests.passes.spelled.registry import Args, make_args
 
@@ -58,15 +58,10 @@ def _check(spelling: Spelling, seed: int, via: str, tally: Counter[str], missed:
     got, want = rewritten(*own), spelling(*original)
     error = worst_error(got, want)
     assert error < tolerance, f"wrong rewrite by {error:.1e}: {spelling}\n{report}"
-    if spelling.mutation is None:
-        # Rounding is straight-through in the op and not in the spelling: the plain loop knows the gradient.
-        plain = copies(args)
-        want_grads = gradients(recurrence(**spelling.meaning(Args(*plain))), plain)
-    else:
-        want_grads = gradients(want, original)
-    if report.rewritten or spelling.stored == "none":
-        error = worst_error(gradients(got, own), want_grads)
-        assert error < tolerance, f"wrong gradients by {error:.1e}: {spelling}\n{report}"
+    # The op rounds straight through; casts in a spelling round its gradients too (test_corpus.py looks closely).
+    rounds = spelling.stored != "none" or "round" in (spelling.mutation or "")
+    error = worst_error(gradients(got, own), gradients(want, original))
+    assert error < (2**-6 if rounds else tolerance), f"wrong gradients by {error:.1e}: {spelling}\n{report}"
 
     if not equivalent:
         tally["near misses"] += 1
@@ -96,10 +91,12 @@ def _fails_like(error: Exception, seed: int, via: str) -> Callable[[Spelling], b
 def test_random_spellings_are_recognised_and_no_rewrite_is_wrong() -> None:
     tally: Counter[str] = Counter()
     missed: list[str] = []
+    seen: set[Spelling] = set()
 
     @run_cases
     @given(spellings(), st.integers(0, 2**31), st.integers(1, EXPORTED))
     def run(spelling: Spelling, seed: int, die: int) -> None:
+        assume(spelling not in seen)
         via = "export" if die == EXPORTED else "make_fx"
         try:
             _check(spelling, seed, via, tally, missed)
@@ -107,6 +104,7 @@ def test_random_spellings_are_recognised_and_no_rewrite_is_wrong() -> None:
             simplest = simplified(spelling, _fails_like(error, seed, via))
             error.add_note(f"also via {via}, seed {seed}: {simplest}")
             raise
+        seen.add(spelling)  # not one that failed: hypothesis runs it again
 
     run()
     assert tally["near misses"] > 0.2 * CASES

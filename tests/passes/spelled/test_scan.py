@@ -93,6 +93,23 @@ class Delta(torch.nn.Module):
         return o, state, e, offset
 
 
+class Packed(torch.nn.Module):
+    """One packed input split in the step, two value heads a key head, a constant in the step, dicts in and out."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        def step(s: Tensor, x: Any) -> tuple[Tensor, Any]:
+            q, k, v = x["qkv"].split([H * K, H * K, 2 * H * V], -1)
+            q, k = (y.reshape(B, H, K).repeat_interleave(2, 1) for y in (q, k))
+            v = v.reshape(B, 2 * H, V) * torch.tensor(0.5, dtype=s.dtype)
+            s = s * x["g"].exp().repeat_interleave(2, 1)[..., None, None] + k.unsqueeze(-1) @ v.unsqueeze(-2)
+            o = (q.unsqueeze(-2) @ s).squeeze(-2)
+            return s.clone(), {"o": o.flatten(1), "gate": torch.sigmoid(x["g"])}
+
+        qkv = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2), v.flatten(2)], -1)
+        state, y = scan(step, torch.cat([state, state], 1), {"qkv": qkv, "g": g}, dim=1)
+        return y["o"] * y["gate"].sum(), state
+
+
 class TwoStates(torch.nn.Module):
     """The normaliser of a retention is a carry of its own: the scan has to stay."""
 
@@ -167,7 +184,9 @@ def commit(proposal: Proposal, gm: fx.GraphModule) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [Gdn(), Retention(), Retention(reverse=True), Delta()], ids=["gdn", "retention", "reversed", "delta"]
+    "module",
+    [Gdn(), Retention(), Retention(reverse=True), Delta(), Packed()],
+    ids=["gdn", "retention", "reversed", "delta", "packed"],
 )
 def test_a_scan_becomes_one_op(module: torch.nn.Module) -> None:
     gm, examples = functional(module, inputs())

@@ -177,7 +177,7 @@ def test_a_recurrence_is_stacked_and_not_computed_twice() -> None:
         return out
 
     left = check(tokens, x)
-    assert left["stack"] == 1 and left["add"] == T
+    assert left["stack"] == 1 and left["mul"] == 2 * T
 
 
 def test_an_operand_without_a_form_is_stacked_under_the_call() -> None:
@@ -190,6 +190,7 @@ def test_a_number_in_a_tensor_keeps_its_place_in_type_promotion() -> None:
     left = check(lambda a, n: [a[:, t] * n[t] for t in range(T)], x, numbers)
     assert left["mul"] == T
     assert check(lambda a, n: [a[:, t] * n[t] for t in range(T)], x, numbers.float())["mul"] == 1
+    assert check(lambda a, n: [(a[:, t] * n[t]).double() for t in range(T)], x.bfloat16(), numbers)["mul"] == T
 
 
 def test_randomness_is_not_shared() -> None:
