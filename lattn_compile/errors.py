@@ -314,6 +314,11 @@ REASONS: dict[str, Reason] = {
             remedy="Spell the step more simply, or call lc.linear_attention.",
         ),
         Reason(
+            code="SEARCH_FAILED",
+            text="the search for spelled-out recurrences failed, and the graph is compiled as it was",
+            remedy="This is a fault of lattn_compile; report it with the traceback in the log.",
+        ),
+        Reason(
             code="GRAD_MODE",
             text="the recurrence runs partly under no_grad",
             remedy="Put all of it inside or outside of the no_grad region.",
@@ -326,25 +331,25 @@ REASONS: dict[str, Reason] = {
         Reason(
             code="CHUNK_OPERATOR",
             text="an operator that is not analytic stands inside a recurrence in chunk form",
-            remedy="Move clamps, activations, dropout and masks that depend on data before the recurrence or behind it.",
+            remedy="Move clamps, activations, dropout and masks that depend on data out of the recurrence.",
         ),
         Reason(
             code="CHUNK_INPUTS",
             text="what a recurrence in chunk form is made from cannot be told apart as q, k, v, decay and beta",
-            remedy="Form q, k, v, g and beta for all tokens, one axis each for batch, tokens, heads and features, before "
-            "cutting them into chunks.",
+            remedy="Form q, k, v, g and beta for all tokens, one axis each for batch, tokens, heads and features, "
+            "before cutting them into chunks.",
         ),
         Reason(
             code="CHUNK_DECAY_INPUTS",
-            text="decays that no token chooses come from tables that are inputs of the graph, so that nothing in it says "
-            "that they are powers of one decay a head",
+            text="decays that no token chooses come from tables that are inputs of the graph, so that nothing in it "
+            "says that they are powers of one decay a head",
             remedy="Compute the tables in the forward pass, from one slope or decay a head.",
         ),
         Reason(
             code="CHUNK_NOT_EQUAL",
             text="something built like a recurrence in chunk form computes none of those known here",
-            remedy="Known are S = D S + k u^T with u = beta (v - (D S)^T k) or beta v, D one decay a head or key channel, "
-            "and o = scale S^T q, the token's own write included.",
+            remedy="Known are S = D S + k u^T with u = beta (v - (D S)^T k) or beta v, D one decay a head or key "
+            "channel, and o = scale S^T q, the token's own write included.",
         ),
     )
 }

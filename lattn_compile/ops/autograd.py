@@ -27,7 +27,10 @@ def register_first_order(name: str) -> None:
     def setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]) -> None:
         saved = output[2:]
         ctx.save_for_backward(*inputs, *saved)
-        ctx.mark_non_differentiable(*saved)
+        constant = saved
+        if not any(isinstance(x, Tensor) and x.requires_grad for x in inputs[1:DIFFERENTIABLE]):
+            constant = (output[1], *saved)  # queries alone do not reach the state
+        ctx.mark_non_differentiable(*constant)
         ctx.set_materialize_grads(False)
         ctx.options = dict(keyword_only_inputs)
         ctx.count = len(inputs)

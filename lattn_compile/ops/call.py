@@ -57,7 +57,7 @@ GRADS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dstat
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """The options that every kernel takes, and the format (None: exact)."""
+    """The options that every kernel takes, the format (None: exact), and whether decays may be greater than 1."""
 
     rule: str
     scale: float
@@ -65,6 +65,7 @@ class Options:
     readout: str
     implementation: str
     fmt: Format | None
+    growth: bool = False
 
     def step(self) -> dict[str, Any]:
         """What every kernel function takes."""
@@ -115,19 +116,22 @@ def fresh(x: Tensor, *others: Tensor | None) -> Tensor:
     return x
 
 
-def plan(t: Tensors, geometry: Geometry, fmt: Format | None, *, chunk_size: int | None) -> Plan:
+def plan(t: Tensors, geometry: Geometry, options: Options, *, chunk_size: int | None) -> Plan:
     """Checks values, flattens tokens and finds out what happens to whom.
 
     Args:
+        options: `growth` is set where a model's own code decays by exp(g) of a g that nobody says is negative.
         chunk_size: of the `chunk` mode's grid; None for the token mode.
     """
+    fmt = options.fmt
     quantized = fmt is not None
     cursor_end = chunk_size if chunk_size is not None else 1
     check_lengths(t if quantized else dataclasses.replace(t, cursor=None), geometry, cursor_end=cursor_end)
     device = t.q.device
     prefix_lengths = t.prefix_lengths if quantized else None
     segments = split(geometry.batch, geometry.tokens, t.cu_seqlens, prefix_lengths, t.sequence_lengths, device)
-    check_gates(t.g, lambda: segments.rows(geometry.flat_tokens))
+    if not options.growth:
+        check_gates(t.g, lambda: segments.rows(geometry.flat_tokens))
 
     q, k, v, g, beta = (None if x is None else x.flatten(0, 1) for x in (t.q, t.k, t.v, t.g, t.beta))
     assert q is not None and k is not None and v is not None

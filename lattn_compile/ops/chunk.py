@@ -44,7 +44,7 @@ WRITES = ("exact", "chunk")
 
 _OPTIONS = (
     'str rule="delta", float scale, bool qk_l2norm=False, str write="exact", str state_format="fp32", '
-    'str readout="before_write", int chunk_size=64, str implementation="auto", int site_id=0'
+    'str readout="before_write", int chunk_size=64, str implementation="auto", int site_id=0, bool growth=False'
 )
 
 torch.library.define("lattn::chunk", f"({TENSORS}, *, {_OPTIONS}) -> (Tensor o, Tensor final_state)", tags=TAGS)
@@ -68,6 +68,7 @@ class _Chunk:
     chunk_size: int = 64
     implementation: str = "auto"
     site_id: int = 0
+    growth: bool = False
 
     def checked(self, t: Tensors) -> tuple[Geometry, Options]:
         geometry = check_call(t)
@@ -81,7 +82,7 @@ class _Chunk:
             implementation=self.implementation,
             interval=("chunk_size", self.chunk_size, 1),
         )
-        return geometry, Options(self.rule, self.scale, self.qk_l2norm, self.readout, self.implementation, fmt)
+        return geometry, Options(self.rule, self.scale, self.qk_l2norm, self.readout, self.implementation, fmt, self.growth)
 
 
 @torch.library.register_fake("lattn::chunk")
@@ -96,7 +97,7 @@ def _chunk_fake(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
 def _chunk(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
     t, chosen = Tensors(*tensors), _Chunk(**options)
     geometry, shared = chosen.checked(t)
-    p = plan(t, geometry, shared.fmt, chunk_size=chosen.chunk_size)
+    p = plan(t, geometry, shared, chunk_size=chosen.chunk_size)
     o = t.q.new_zeros(geometry.flat_tokens, *t.v.shape[2:])
     state = p.state
     if not p.empty:
@@ -127,7 +128,7 @@ def _chunk_backward(
 ) -> tuple[Tensor, ...]:
     t, chosen = Tensors(*tensors), _Chunk(**options)
     geometry, shared = chosen.checked(t)
-    p = plan(t, geometry, shared.fmt, chunk_size=chosen.chunk_size)
+    p = plan(t, geometry, shared, chunk_size=chosen.chunk_size)
     grad_o, grad_state = incoming(grad_o, grad_state, t, geometry)
     grads = empty_grads(p)
     if not p.empty:

@@ -59,7 +59,7 @@ def checkpoint_interval(tokens: int | torch.SymInt) -> int:
 
 _OPTIONS = (
     'str rule="delta", float scale, bool qk_l2norm=False, str write="exact", str state_format="fp32", '
-    'str readout="before_write", int checkpoint_every=0, str implementation="auto", int site_id=0'
+    'str readout="before_write", int checkpoint_every=0, str implementation="auto", int site_id=0, bool growth=False'
 )
 
 torch.library.define(
@@ -85,6 +85,7 @@ class _Decode:
     checkpoint_every: int = 0
     implementation: str = "auto"
     site_id: int = 0
+    growth: bool = False
 
     def checked(self, t: Tensors) -> tuple[Geometry, Options]:
         geometry = check_call(t)
@@ -98,7 +99,7 @@ class _Decode:
             implementation=self.implementation,
             interval=("checkpoint_every", self.checkpoint_every, 0),
         )
-        return geometry, Options(self.rule, self.scale, self.qk_l2norm, self.readout, self.implementation, fmt)
+        return geometry, Options(self.rule, self.scale, self.qk_l2norm, self.readout, self.implementation, fmt, self.growth)
 
 
 def _checkpoint_shape(geometry: Geometry, every: int) -> tuple[int, ...]:
@@ -125,7 +126,7 @@ def _decode(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     t, chosen = Tensors(*tensors), _Decode(**options)
     geometry, shared = chosen.checked(t)
     every = chosen.checkpoint_every
-    p = plan(t, geometry, shared.fmt, chunk_size=None)
+    p = plan(t, geometry, shared, chunk_size=None)
     o = t.q.new_zeros(geometry.flat_tokens, *t.v.shape[2:])
     checkpoints = t.q.new_zeros(_checkpoint_shape(geometry, every), dtype=geometry.dtype)
     state = p.state
@@ -157,7 +158,7 @@ def _decode_backward(
 ) -> tuple[Tensor, ...]:
     t, checkpoints, chosen = Tensors(*tensors[:-1]), tensors[-1], _Decode(**options)
     geometry, shared = chosen.checked(t)
-    p = plan(t, geometry, shared.fmt, chunk_size=None)
+    p = plan(t, geometry, shared, chunk_size=None)
     grad_o, grad_state = incoming(grad_o, grad_state, t, geometry)
     grads = empty_grads(p)
     if not p.empty:

@@ -7,6 +7,7 @@ from torch import fx
 
 from lattn_compile.errors import FormatError, Reason, reason
 from lattn_compile.passes.capture import POLICY
+from lattn_compile.passes.discover import form_of
 from lattn_compile.passes.context import PassContext, SiteNode, shape_of, value_of
 from lattn_compile.policy import Exact, Policy, Recipe, Token
 
@@ -17,7 +18,12 @@ def run(context: PassContext) -> None:
         recipe = context.recipe or site.recipe
         if site.arguments["write"] != "exact":
             site.policy = Policy.from_op(site.arguments)
-            site.reason = reason("EXPLICIT_POLICY") if recipe is not None else None
+            if recipe is not None:
+                site.rule_index, asked = recipe.resolve(site.id)
+                if site.rule_index is not None:
+                    hits.setdefault(id(recipe), set()).add(site.rule_index)
+                if asked != site.policy and not _rounds_of_its_own(site, asked):
+                    site.reason = reason("EXPLICIT_POLICY")
             continue
         if recipe is None:
             site.policy = prefill_policy(site.node) or Policy(write=Exact())
@@ -36,6 +42,12 @@ def run(context: PassContext) -> None:
         _warn_about_idle_rules(context, context.recipe, hits.get(id(context.recipe), set()) | left_alone)
     _warn_about_missing_phase(context)
     _warn_about_packed_convolutions(context)
+
+
+def _rounds_of_its_own(site: SiteNode, asked: Policy | None) -> bool:
+    """A spelled-out recurrence that stores its state in 16 bits keeps that rounding under `exact`."""
+    plain = site.arguments["state_format"] in ("bf16", "fp16")
+    return plain and form_of(site.call) is not None and asked is not None and isinstance(asked.write, Exact)
 
 
 def prefill_policy(node: fx.Node) -> Policy | None:

@@ -6,8 +6,10 @@ spelling, checked in float64, until `replace` puts it in use.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import torch
 from torch import fx
 
 from lattn_compile.errors import reason
@@ -15,9 +17,13 @@ from lattn_compile.passes import capture
 from lattn_compile.passes.context import PassContext
 from lattn_compile.passes.normalize import functional_copy
 from lattn_compile.passes.spelled.proposal import NearMiss, Proposal, withdraw
+from lattn_compile.passes.spelled.ranges import interval
 from lattn_compile.passes.spelled.search import in_one_section, region_of, search
 from lattn_compile.passes.spelled.verify import verify
+from lattn_compile.passes.spelled.writer import value
 from lattn_compile.recurrence import classify
+
+log = logging.getLogger("lattn_compile")
 
 MAX_TEXT = 400  # lines of a site's subgraph that go into the report
 
@@ -25,9 +31,16 @@ MAX_TEXT = 400  # lines of a site's subgraph that go into the report
 def run(context: PassContext) -> None:
     copy = functional_copy(context.module)
     context.unsearched = copy.refused
-    found = search(copy.graphs)
+    try:
+        found = search(copy.graphs)
+    except Exception as error:  # a fault of ours must not break a model that has nothing to do with it
+        log.exception("the search for spelled-out recurrences failed")
+        context.unsearched.append(("", reason("SEARCH_FAILED", f"{type(error).__name__}: {error}")))
+        context.warnings.append(context.unsearched[-1][1].text)
+        return
     context.misses += found.misses
     for proposal in found.proposals:
+        _allow_growth(proposal)
         if (miss := _confirm(proposal, context)) is None:
             _describe(proposal)
             context.proposals[proposal.op] = proposal
@@ -38,10 +51,20 @@ def run(context: PassContext) -> None:
         context.module = copy.module
 
 
+def _allow_growth(proposal: Proposal) -> None:
+    """The op refuses decays greater than 1, which are mistakes in a call of it; what a graph spells out may have them."""
+    g = proposal.op.args[3]
+    if isinstance(g, fx.Node) and interval(g)[1] > 0.0:
+        proposal.op.kwargs = {**proposal.op.kwargs, "growth": True}
+
+
 def _confirm(proposal: Proposal, context: PassContext) -> NearMiss | None:
     """The self-check; what came of it goes into the evidence."""
     if not in_one_section(proposal):
         return NearMiss(proposal.anchor, "its nodes stand in different grad modes", reason("GRAD_MODE"))
+    if proposal.form == "chunk" and (low := _low_precision(proposal)) is not None:
+        detail = f"{low.name} is {value(low).dtype}"
+        return NearMiss(low, detail, reason("ARITHMETIC_DTYPE", detail), proposal.evidence)
     if not context.verify:
         proposal.evidence["self_check"] = {"verified": False, "skipped": True}
         return None
@@ -63,6 +86,24 @@ def _confirm(proposal: Proposal, context: PassContext) -> NearMiss | None:
     if verdict.ok:
         return None
     return NearMiss(proposal.anchor, verdict.detail, reason("SELF_CHECK", verdict.detail), proposal.evidence)
+
+
+def _low_precision(proposal: Proposal) -> fx.Node | None:
+    """A value inside a chunk form that is rounded below float32, which the check in float64 does not see.
+
+    The casts of the outputs are no part of it.
+    """
+    region = region_of(proposal)
+    inside = set(region)
+    for node in reversed(region):
+        v = value(node)
+        if not isinstance(v, torch.Tensor) or not v.is_floating_point() or v.dtype in (torch.float32, torch.float64):
+            continue
+        if node in proposal.old or all(user not in inside for user in node.users):
+            inside.discard(node)  # of an output, or what leads only to one
+            continue
+        return node
+    return None
 
 
 def _describe(proposal: Proposal) -> None:

@@ -71,13 +71,17 @@ def _write(site: SiteNode, target: Any, options: dict[str, Any], number: int, tr
         for a in target._schema.arguments
         if a.kwarg_only and not (a.has_default_value() and values[a.name] == a.default_value)
     }
-    with old.graph.inserting_before(old):
-        new = old.graph.call_function(target, tuple(values[n] for n in positional), kwargs)
-    new.meta = dict(old.meta)
+    args = tuple(values[n] for n in positional)
+    new = old
+    if not (old.target == target and tuple(old.args) == args and dict(old.kwargs) == kwargs):
+        with old.graph.inserting_before(old):
+            new = old.graph.call_function(target, args, kwargs)
+        new.meta = dict(old.meta)
     if site.all_prefix and site.policy is not None and not isinstance(site.policy.write, Exact):
         new.meta["custom"] = {**(old.meta.get("custom") or {}), capture.POLICY: site.policy.to_dict()}
-    old.replace_all_uses_with(new)
-    old.graph.erase_node(old)
+    if new is not old:
+        old.replace_all_uses_with(new)
+        old.graph.erase_node(old)
     _erase_unused(new.users, len(target._schema.returns))
     return new
 

@@ -68,6 +68,7 @@ def oracle(
     checkpoint_every: int = 0,
     implementation: str = "auto",
     site_id: int = 0,
+    growth: bool = False,
 ) -> OracleResult:
     """What `lattn::decode` and `lattn::chunk` compute, in float64 and differentiable.
 
@@ -78,7 +79,7 @@ def oracle(
         prefix_lengths, sequence_lengths: int `[]` or `[N]`; a prefix longer than its sequence is clamped to it.
         cursor: int `[N]`, None is -1 everywhere.
         rule: "delta" or "additive"; write: "exact", "token" or "chunk"; readout: "before_write" or "after_write".
-        checkpoint_every, implementation, site_id: accepted and ignored, they do not change what is computed.
+        checkpoint_every, implementation, site_id, growth: accepted and ignored, they do not change what is computed.
 
     Raises:
         UnsupportedError: for a rule, write mode or readout that has no loop here.

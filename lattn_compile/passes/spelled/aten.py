@@ -11,7 +11,7 @@ from torch import fx
 
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["SHAPE_ONLY", "Index", "arguments", "is_tensor", "name_of", "widens"]
+__all__ = ["SHAPE_ONLY", "Index", "arguments", "is_snapshot", "is_tensor", "name_of", "widens"]
 
 
 def name_of(node: fx.Node) -> str:
@@ -36,6 +36,17 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 def is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
+
+
+def is_snapshot(node: fx.Node) -> bool:
+    """A clone of an input that the graph writes to at its end: not the input's own memory, which changes."""
+    source = node.args[0] if node.args else None
+    return (
+        name_of(node) == "aten::clone"
+        and isinstance(source, fx.Node)
+        and source.op in ("placeholder", "get_attr")
+        and any(name_of(u) == "aten::copy_" and u.args[0] is source for u in source.users)
+    )
 
 
 def widens(source: torch.dtype, target: torch.dtype) -> bool:
@@ -96,7 +107,7 @@ class Index:
         if node.op != "call_function" or not pure:
             return None
         try:
-            key = (target, self._plain(node.args), self._plain(tuple(sorted(node.kwargs.items()))))
+            key = (self.section[node], target, self._plain(node.args), self._plain(tuple(sorted(node.kwargs.items()))))
             hash(key)
         except TypeError:
             return None

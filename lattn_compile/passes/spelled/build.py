@@ -270,6 +270,8 @@ def _sum(w: Writer, products: list[Product], groups: list[list[Label]], dtype: t
 
 def _log_decay(w: Writer, step: Step, groups: list[list[Label]], dtype: torch.dtype) -> fx.Node:
     """log D. Raises NoMatch where D is not certain to lie in [0, 1]."""
+    if (product := _one_plus_expm1(step)) is not None:
+        return _filled(w, _log_factor(w, product, groups, dtype, "aten::expm1"), groups)
     if len(step.decay_terms) > 1:
         wanted = [label for group in groups for label in group]
         total: fx.Node | None = None
@@ -279,7 +281,7 @@ def _log_decay(w: Writer, step: Step, groups: list[list[Label]], dtype: torch.dt
         assert total is not None and len(value(total).shape) == len(wanted)
         if not is_decay(total):
             raise NoMatch("DECAY_RANGE", f"the decay lies in {_range(total)}", step.update)
-        return _filled(w, w.call(aten.log.default, total), groups)
+        return _filled(w, _log_of_values(w, total), groups)
     (product,) = step.decay_terms
     if product.coefficient < 0.0:
         raise NoMatch("DECAY_RANGE", f"the decay has the factor {product.coefficient:g}", step.update)
@@ -300,9 +302,32 @@ def _log_decay(w: Writer, step: Step, groups: list[list[Label]], dtype: torch.dt
     return _filled(w, out, groups)
 
 
-def _log_factor(w: Writer, f: Factor, groups: list[list[Label]], dtype: torch.dtype) -> fx.Node:
-    """log of one factor of the decay."""
-    log = _log_of_growth(w, f.node, dtype) if f.inverse else _log(w, f.node, dtype)
+def _one_plus_expm1(step: Step) -> Factor | None:
+    """The expm1(x) of a decay 1 + expm1(x)."""
+    if len(step.decay_terms) != 2 or any(p.coefficient != 1.0 for p in step.decay_terms):
+        return None
+    factors = [f for p in step.decay_terms for f in p.factors]
+    if len(factors) != 1 or factors[0].inverse or _source(factors[0].node) != "aten::expm1":
+        return None
+    return factors[0]
+
+
+def _source(node: fx.Node) -> str:
+    """What a node's values come from, through views and selects."""
+    while is_view(node) or name_of(node) in _PICKS:
+        node = node.args[0]  # type: ignore[assignment]
+    return name_of(node)
+
+
+def _log_factor(
+    w: Writer, f: Factor, groups: list[list[Label]], dtype: torch.dtype, function: str = ""
+) -> fx.Node:
+    """log of one factor of the decay, or the argument of `function` in it."""
+    if function or f.inverse:
+        log = _argument(w, f.node, function or "aten::exp", dtype)
+        log = log if function else w.call(aten.neg.default, log)
+    else:
+        log = _log(w, f.node, dtype)
     return w.to(_placed(w, Factor(log, f.index), [label for group in groups for label in group]), dtype)
 
 
@@ -334,18 +359,24 @@ def _log(w: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return w.getitem(parts, node.args[1])  # type: ignore[arg-type]
     if not is_decay(node) and not (name == "aten::exp" and interval(node)[0] >= 0.0):
         raise NoMatch("DECAY_RANGE", f"the decay {node.name} lies in {_range(node)}", node)
-    return w.call(aten.log.default, w.to(node, dtype))
+    return _log_of_values(w, w.to(node, dtype))
 
 
-def _log_of_growth(w: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """log(1 / x) of an x that is an exp, in its shape."""
+def _log_of_values(w: Writer, x: fx.Node) -> fx.Node:
+    """log of a decay that may be 0, with a finite gradient there: below the smallest number it is held."""
+    smallest = torch.finfo(value(x).dtype).tiny
+    return w.call(aten.log.default, w.call(aten.clamp_min.default, x, smallest))
+
+
+def _argument(w: Writer, node: fx.Node, function: str, dtype: torch.dtype) -> fx.Node:
+    """x of function(x), seen through views and selects, in the shape of `node`."""
     x = node.args[0] if node.args else None
-    if isinstance(x, fx.Node) and value(node).dtype == value(x).dtype == dtype:
-        if name_of(node) == "aten::exp":
-            return w.call(aten.neg.default, x)
+    if isinstance(x, fx.Node) and isinstance(value(x), torch.Tensor) and value(node).dtype == value(x).dtype == dtype:
+        if name_of(node) == function:
+            return x
         if is_view(node) or name_of(node) in _PICKS:
-            return w.call(node.target, _log_of_growth(w, x, dtype), *node.args[1:], **node.kwargs)
-    raise NoMatch("DECAY_RANGE", f"the decay divides by {node.name}, which lies in {_range(node)}", node)
+            return w.call(node.target, _argument(w, x, function, dtype), *node.args[1:], **node.kwargs)
+    raise NoMatch("DECAY_RANGE", f"the decay is made of {node.name}, which lies in {_range(node)}", node)
 
 
 _PICKS = frozenset(["aten::select", "aten::slice", "aten::flip", "aten::index_select"])

@@ -32,6 +32,7 @@ _NEW = frozenset(
 
 def canonicalize(gm: fx.GraphModule) -> None:
     """Merge equal nodes of a functional graph, and read scattered values at their source."""
+    _drop_identities(gm.graph)
     for _ in range(2):
         changed = _forward_writes(gm.graph)
         _drop_overwritten(gm.graph)
@@ -40,14 +41,32 @@ def canonicalize(gm: fx.GraphModule) -> None:
             break
 
 
+def _drop_identities(graph: fx.Graph) -> None:
+    """x * 1, x / 1, x + 0, x - 0 of the same shape and dtype are x."""
+    neutral = {"aten::mul": 1, "aten::div": 1, "aten::add": 0, "aten::sub": 0}
+    for node in list(graph.nodes):
+        name = name_of(node)
+        if name not in neutral or len(node.args) != 2 or node.kwargs:
+            continue
+        x, other = node.args
+        if isinstance(x, fx.Node) and type(other) in (int, float) and other == neutral[name]:
+            a, b = value(x), value(node)
+            if isinstance(a, torch.Tensor) and a.dtype == b.dtype and x.op == "call_function":
+                node.replace_all_uses_with(x)
+                graph.erase_node(node)
+
+
 def _merge(graph: fx.Graph) -> None:
     index = Index(graph)
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    returned = set(output.all_input_nodes)
     for node, same in index.same.items():
-        if node is not same and name_of(node) not in _NEW and node not in returned:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
+        if node is same or name_of(node) in _NEW:
+            continue
+        if output in node.users and isinstance(value(node), torch.Tensor):
+            # Outputs that were two tensors stay two.
+            output.replace_input_with(node, Writer(node, node).call(aten.clone.default, same))
+        node.replace_all_uses_with(same)
+        graph.erase_node(node)
 
 
 def _forward_writes(graph: fx.Graph) -> bool:

@@ -99,7 +99,7 @@ def _match_all(index: Index, taken: set[fx.Node]) -> tuple[dict[fx.Node, Step], 
     missed: dict[fx.Node, object] = {}  # their followers fail with them
     inside: set[fx.Node] = set()
     pending: list[tuple[list[fx.Node], fx.Node, NoMatch]] = []
-    for ladder in candidates(index.graph):
+    for ladder in candidates(index):
         if any(n in taken or n in steps for n in ladder) or ladder[-1] in inside:
             continue
         first: tuple[fx.Node, NoMatch] | None = None
@@ -224,7 +224,7 @@ def _cut(
         reads[head.update] = (mine, others or len(mine) != len(found))
         run = [head, *run]
     pieces: list[list[Link]] = [[]]
-    dtype = _rounding(index, run, children)
+    dtype = _rounding(index, run)
     for i, step in enumerate(run):
         mine, others = reads[step.update]
         stored = _stored(step.update, dtype)
@@ -298,17 +298,31 @@ def _views_between(state: fx.Node, root: fx.Node) -> set[fx.Node]:
     return path
 
 
-def _rounding(index: Index, run: list[Step], children: dict[fx.Node, list[Step]]) -> torch.dtype | None:
-    """The dtype that every state of the run is stored in, if it is lower than the one it is computed in."""
-    dtypes = {_lowest(step.root) for step in run if step.root is not step.update}
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def _rounding(index: Index, run: list[Step]) -> torch.dtype | None:
+    """The 16-bit dtype that every state of the run is stored in, None if states are kept as they are computed.
+
+    A first state that comes in such a dtype, and a last one that leaves in it, are casts outside of the recurrence.
+    """
     computed = value(run[-1].update).dtype
-    low = {d for d in dtypes if not widens(computed, d)}
-    if not low:
+    between = {_lowest(step.root) for step in run[1:]}
+    if len(run) == 1:
+        before = _lowest(run[0].root)
+        casts = [u for u in run[0].update.users if name_of(u) in _CASTS and value(u).dtype == before]
+        return before if before in _LOW and casts else None
+    if all(widens(computed, d) for d in between):
         return None
-    last = [u for u in run[-1].update.users if name_of(u) in _CASTS and value(u).dtype in low]
-    if len(dtypes) != 1 or not last:
+    before = run[0].update if run[0].root is run[0].update else run[0].root
+    dtype = next(iter(between))
+    if len(between) != 1 or dtype not in _LOW or (before is run[0].root and _lowest(before) != dtype):
         raise NoMatch("STATE_ROUNDED", "the state is rounded after some tokens and not after others", run[-1].update)
-    return next(iter(low))
+    last = run[-1]
+    stored = _stored(last.update, dtype)
+    if stored is last.update or find_reads(index, last.update, {stored})[1]:
+        raise NoMatch("STATE_ROUNDED", "the state is rounded before a token and not after the last", last.update)
+    return dtype
 
 
 def _lowest(root: fx.Node) -> torch.dtype:
@@ -340,13 +354,16 @@ def _only_stored(
 def _from_nothing(index: Index, first: Step) -> Step | None:
     """A chain whose first state is itself a written token: the token before it, from a state of zeros."""
     origin = stored_origin(first.root)
-    if origin.op != "call_function" or is_zero(origin) or _lowest(first.root) != value(origin).dtype:
+    if origin.op != "call_function" or is_zero(origin):
+        return None
+    if _lowest(first.root) not in (value(origin).dtype, *_LOW):
         return None
     matrices = {origin}
     for _ in range(8):
         try:
             expr = simplify(Expander(index, None, (), PRODUCTS, matrices).expand(origin))
-            between = Expander(index, origin, _views_between(origin, first.root), VIEWS).expand(first.root)
+            path = _views_between(origin, first.root)
+            between = Expander(index, origin, path, VIEWS, stored=True).expand(first.root)
             (term,) = between.terms
             for mine, theirs in zip(between.axes, first.root_index, strict=True):
                 unify(mine, theirs)

@@ -385,7 +385,7 @@ class Grain:
     def rank(self, tokens: int) -> int:
         """0 if `tokens` is a whole number of chunks, or is padded to one; 2 if not, which a block loop may do."""
         lengths = {tokens} | {n for m, n in self.pads if m == tokens}
-        return 0 if any(n % c == 0 for n in lengths for c in self.mixed) else 2
+        return 0 if self.mixed and any(n % max(self.mixed) == 0 for n in lengths) else 2
 
 
 def grain_of(survey: Survey, exits: Sequence[fx.Node], core: set[fx.Node]) -> Grain:

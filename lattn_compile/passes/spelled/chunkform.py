@@ -8,11 +8,12 @@ from dataclasses import replace
 from torch import fx
 
 from lattn_compile.passes.spelled.chunk_layout import Nodes, output_of, state_of
-from lattn_compile.passes.spelled.chunk_ops import ANALYTIC, CONTRACTIONS, PRODUCTS, SOLVES, name_of, sources
+from lattn_compile.passes.spelled.chunk_ops import ANALYTIC, CONTRACTIONS, PADS, PRODUCTS, SOLVES, name_of, sources
 from lattn_compile.passes.spelled.chunk_region import Boundary, Survey, grain_of
 from lattn_compile.passes.spelled.chunk_roles import Roles, evaluate, find_roles
 from lattn_compile.passes.spelled.chunk_views import Sizes, output_sizes
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal
+from lattn_compile.passes.spelled.ranges import interval, is_decay
 from lattn_compile.passes.spelled.subgraph import Rejected
 from lattn_compile.passes.spelled.writer import value
 
@@ -34,7 +35,7 @@ _WRONG = 2
 """How many of them may have the same outputs."""
 
 _CORES = 6
-_PROGRESS = ("CHUNK_INPUTS", "CHUNK_OPERATOR", "CHUNK_NOT_EQUAL", "CHUNK_DECAY_INPUTS")
+_PROGRESS = ("CHUNK_INPUTS", "CHUNK_OPERATOR", "CHUNK_NOT_EQUAL", "CHUNK_DECAY_INPUTS", "DECAY_RANGE")
 """How far a candidate came, least first."""
 
 
@@ -137,6 +138,8 @@ class _Search:
             except (NoMatch, Rejected) as e:
                 self._note(e)
                 return None
+            if len(boundary.tokens) < 3:
+                return None
         return None
 
     def _to_open(self, boundary: Boundary, sizes: Sizes) -> fx.Node | None:
@@ -144,7 +147,7 @@ class _Search:
         inside = [
             n
             for n in reversed(boundary.tokens)
-            if n.op == "call_function" and name_of(n) in ANALYTIC and n not in self.survey.taken
+            if n.op == "call_function" and name_of(n) in ANALYTIC - PADS and n not in self.survey.taken
         ]
         for n in inside:
             if name_of(n) in ("mul", "div") and sum(not self.survey.is_constant(s) for s in sources(n)) > 1:
@@ -163,7 +166,7 @@ class _Search:
         if self.furthest is None:
             return None
         names = {name_of(n) for n in seeds}
-        if self.furthest.code != "CHUNK_DECAY_INPUTS" and not (
+        if self.furthest.code not in ("CHUNK_DECAY_INPUTS", "DECAY_RANGE") and not (
             names & (SOLVES | {"cumsum", "cumprod"}) and names & PRODUCTS
         ):
             return None
@@ -171,7 +174,11 @@ class _Search:
 
 
 def propose(survey: Survey, exits: list[fx.Node], o_at: int, boundary: Boundary, roles: Roles) -> Proposal:
-    """Writes the op before the first node that reads an output."""
+    """Writes the op before the first node that reads an output. Raises NoMatch where a decay may exceed 1."""
+    if roles.g is not None:
+        node = roles.g.node
+        if not is_decay(node) if roles.decay_form == "decay" else interval(node)[0] > 0.0:
+            raise NoMatch("DECAY_RANGE", f"{node} lies in {interval(node)}", node)
     reader = min((u for n in exits for u in n.users), key=survey.order.__getitem__)
     w = Nodes(reader, max(exits, key=survey.order.__getitem__))
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import Index, arguments, is_tensor, name_of, widens
+from lattn_compile.passes.spelled.aten import Index, arguments, is_snapshot, is_tensor, name_of, widens
 from lattn_compile.passes.spelled.labels import Axis, Label, constant_size, flat, is_one, regroup, same_size, unify
 from lattn_compile.passes.spelled.proposal import NoMatch
 from lattn_compile.passes.spelled.terms import EYE, Expr, Factor, Term, add, atom, contract, inverse, multiply, sum_over
@@ -60,7 +60,7 @@ class Expander:
             return atom(node)
         name = name_of(node)
         on_path = node in self.path
-        handler = _VIEWS.get(name)
+        handler = None if is_snapshot(node) else _VIEWS.get(name)
         if handler is None and (on_path or self.depth >= PRODUCTS or self._constant(node)):
             handler = _PRODUCTS.get(name)
         if handler is None and (on_path or node in self.matrices):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import SHAPE_ONLY, Index, is_tensor, name_of, widens
+from lattn_compile.passes.spelled.aten import SHAPE_ONLY, Index, is_snapshot, is_tensor, name_of, widens
 from lattn_compile.passes.spelled.expand import PRODUCTS, SELECTS, VIEWS, Expander, expandable
 from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, same_size, unify
 from lattn_compile.passes.spelled.proposal import NoMatch
@@ -97,6 +97,8 @@ _SCALINGS = frozenset(["aten::mul", "aten::div", "aten::neg", "aten::multiply"])
 def is_view(node: fx.Node) -> bool:
     """Whether a node holds the very values of its first argument."""
     name = name_of(node)
+    if is_snapshot(node):
+        return False
     if name == "aten::slice":
         source = value(node.args[0])
         return all(same_size(a, b) for a, b in zip(source.shape, value(node).shape, strict=True))
@@ -118,7 +120,7 @@ def _full_size(x: object, like: fx.Node) -> bool:
     return len(a) == len(b) and all(same_size(m, n) for m, n in zip(sorted(a, key=str), sorted(b, key=str)))
 
 
-def _is_outer(node: fx.Node) -> bool:
+def _is_outer(index: Index, node: fx.Node) -> bool:
     """Whether a node makes an outer product: every operand lacks an axis that the result has."""
     name = name_of(node)
     if name in ("aten::outer", "aten::ger", "aten::addr"):
@@ -127,8 +129,8 @@ def _is_outer(node: fx.Node) -> bool:
         pair = node.args[1:3] if name == "aten::addcmul" else node.args[:2]
         if not all(is_tensor(x) for x in pair) or len(pair) < 2:
             return False
-        out = _shape(node)
-        return all(_lacks(_shape(x), out) for x in pair)  # type: ignore[arg-type]
+        out = _varying(index, node)
+        return all(_lacks(_varying(index, x), out) for x in pair)  # type: ignore[arg-type]
     if name in ("aten::matmul", "aten::bmm", "aten::mm", "aten::baddbmm", "aten::addmm"):
         pair = node.args[1:3] if name in _FUSED else node.args[:2]
         if not all(is_tensor(x) for x in pair):
@@ -143,16 +145,22 @@ def _is_outer(node: fx.Node) -> bool:
     return False
 
 
+def _varying(index: Index, node: fx.Node) -> list[object]:
+    """The shape with 1 for axes along which the same values are repeated."""
+    repeated = index.repeated(node)
+    return [1 if i in repeated else n for i, n in enumerate(_shape(node))]
+
+
 def _lacks(shape: Sequence[object], out: Sequence[object]) -> bool:
     padded = [1] * (len(out) - len(shape)) + list(shape)
     return any(is_one(n) and not is_one(m) for n, m in zip(padded, out, strict=True))
 
 
-def candidates(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+def candidates(index: Index) -> Iterator[list[fx.Node]]:
     """For each outer product that is added to something of its own size, the additions it may end in, largest first."""
     seen: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op != "call_function" or not is_tensor(node) or not _is_outer(node):
+    for node in index.graph.nodes:
+        if node.op != "call_function" or not is_tensor(node) or not _is_outer(index, node):
             continue
         for addition in [node] if name_of(node) in _FUSED else _additions(node):
             if addition in seen or not is_tensor(addition):
@@ -202,7 +210,7 @@ def roots_of(index: Index, update: fx.Node, states: dict[fx.Node, object]) -> li
     waiting, seen = [update], {update}
     while waiting:
         node = waiting.pop()
-        operands = [] if node in states and node is not update else _carriers(node)
+        operands = [] if node in states and node is not update else _carriers(index, node)
         if not operands:
             if node is not update:
                 found.append(node)
@@ -220,12 +228,12 @@ def roots_of(index: Index, update: fx.Node, states: dict[fx.Node, object]) -> li
             return 1
         if origin.op in ("placeholder", "get_attr") or name_of(origin) in _CONSTANTS:
             return 2
-        return 4 if _is_outer(origin) else 3
+        return 4 if _is_outer(index, origin) else 3
 
     return sorted(dict.fromkeys(found), key=lambda node: (rank(node), index.order[node]))
 
 
-def _carriers(node: fx.Node) -> list[fx.Node]:
+def _carriers(index: Index, node: fx.Node) -> list[fx.Node]:
     """Operands that a state may have come through."""
     name = name_of(node)
     if is_view(node):
@@ -237,7 +245,7 @@ def _carriers(node: fx.Node) -> list[fx.Node]:
     if name == "aten::einsum":
         return [x for x in node.args[1] if _full_size(x, node)]  # type: ignore[misc, union-attr]
     carrying = _ADDITIONS | _SCALINGS | {"aten::matmul", "aten::bmm", "aten::mm"}
-    if name not in carrying or _is_outer(node) and name not in _FUSED:
+    if name not in carrying or _is_outer(index, node) and name not in _FUSED:
         return []
     return [x for x in node.args[:2] if isinstance(x, fx.Node) and _full_size(x, node)]
 
@@ -314,7 +322,7 @@ def match_step(
         for _ in range(12):
             try:
                 expr = simplify(Expander(index, root, path, depth, matrices).expand(update))
-                return _classify(expr, index, update, root, path, depth, key_axis)
+                return _classify(expr, index, update, root, path, depth, key_axis, matrices)
             except NeedsMatrix as needed:
                 if needed.node in matrices or needed.node in path or not expandable(needed.node):
                     best = best or NoMatch("NOT_RANK_ONE", f"{needed.node.name} is no outer product", needed.node)
@@ -322,6 +330,9 @@ def match_step(
                 matrices.add(needed.node)
             except NoMatch as error:
                 best = error if best is None else best
+                if error.code == "STATE_OP" and (without := _without_reads(index, root, update, path, states)):
+                    path, best = without, None
+                    continue
                 if error.code in _FINAL:
                     raise
                 break
@@ -331,6 +342,20 @@ def match_step(
     if best.code == "DECAY_FORM" and not within:
         return _match_beyond_decay(index, update, root, path, states, best)
     raise best
+
+
+def _without_reads(
+    index: Index, root: fx.Node, update: fx.Node, path: set[fx.Node], states: Collection[fx.Node]
+) -> set[fx.Node] | None:
+    """The path without what depends on the state through an output only: a key that is made of the last output is a
+    key like any other."""
+    outputs = {
+        n
+        for n in path
+        if n is not update and is_tensor(n) and not _full_size(n, update) and any(u not in path for u in n.users)
+    }
+    shorter = path_between(index, root, update, {*states, *outputs}) if outputs else path
+    return shorter if update in shorter and len(shorter) < len(path) else None
 
 
 def _match_beyond_decay(
@@ -384,6 +409,7 @@ def _classify(
     path: set[fx.Node],
     depth: int,
     key_axis: int | None,
+    looked_into: Collection[fx.Node] = (),
 ) -> Step:
     free = expr.free()
     of_state, writes = [], []
@@ -410,6 +436,11 @@ def _classify(
 
     key, renames = _key_labels(expr, erases, order, root, update, key_axis, decays)
     decay_terms = [Product(t.coefficient, _without(t, root)) for t in decays]
+    if len(decay_terms) > 1:
+        for p in decay_terms:
+            for f in p.factors:
+                if (inner := _sum_inside(f.node)) is not None and inner not in looked_into:
+                    raise NeedsMatrix(inner)
     step = Step(
         update=update,
         root=root,

@@ -1,0 +1,270 @@
+"""Whole models, exported or compiled with no library call captured: every recurrence found by meaning, nothing else.
+
+Exporting costs seconds a model, so each program is made and rewritten once for all tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+
+import lattn_compile as lc
+from lattn_compile.passes.context import nodes_of
+from lattn_compile.passes.recognize import module_path_of
+from lattn_compile.report import Report
+from lattn_compile.testing.backend import recorded
+
+from . import models
+
+pytest.importorskip("transformers")
+
+BATCH = 2
+PROMPT = 6
+
+# What only the recurrence of a layer needs; the rest is projections, a convolution, norms and gates.
+STATE_PATH = frozenset(
+    "linalg_solve_triangular cumsum triu tril eye ones zeros zeros_like full masked_fill where matmul bmm baddbmm einsum "
+    "select select_scatter slice_scatter index_put copy copy_ stack".split()
+)
+KINDS = {"qwen3_next": "gdn", "qwen3_5": "gdn", "kimi_linear": "kda"}
+MAMBAS = ("mamba2", "bamba", "falcon_h1", "granitemoehybrid")
+
+
+class Case:
+    """A program, its rewrite under the policy `exact`, and what both are called with."""
+
+    def __init__(self, module: nn.Module, inputs: tuple[Tensor, ...], layers: list[str]) -> None:
+        self.module, self.inputs = module, inputs
+        self.layers = [f"model.{n}" for n in layers]
+        with torch.no_grad():
+            self.program: ExportedProgram = torch.export.export(module, self.fresh(), strict=False)
+        self.result = lc.rewrite(self.program, "exact")
+        self.report: Report = self.result.report
+
+    def fresh(self) -> tuple[Tensor, ...]:
+        return tuple(x.clone() for x in self.inputs)
+
+    @property
+    def error(self) -> float:
+        """Largest difference between the rewritten program and eager, over outputs, inputs and buffers written to."""
+        eager, rewritten = copy.deepcopy(self.module), self.result.module.module()
+        want, got = self.fresh(), self.fresh()
+        with torch.no_grad():
+            outputs = eager(*want), rewritten(*got)
+        buffers = dict(rewritten.named_buffers())
+        pairs = [*zip(_flat(outputs[0]), _flat(outputs[1]), strict=True), *zip(want, got, strict=True)]
+        pairs += [(b, buffers[n]) for n, b in eager.named_buffers() if n in buffers]
+        return max(float((a - b).abs().max()) for a, b in pairs if a.is_floating_point())
+
+    def layer_nodes(self, program: ExportedProgram, layer: str) -> list[fx.Node]:
+        return [
+            n
+            for n in nodes_of(program.graph_module)
+            if n.op == "call_function" and module_path_of(n).startswith(layer)
+        ]
+
+
+def _flat(outputs: Any) -> list[Tensor]:
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+
+def _operation(node: fx.Node) -> str:
+    return node.target._schema.name.partition("::")[2] if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+@functools.cache
+def _model(name: str) -> tuple[nn.Module, list[str]]:
+    return models.build(name)
+
+
+@functools.cache
+def _forward(name: str, tokens: int) -> Case:
+    model, layers = _model(name)
+    return Case(models.Logits(model), (models.ids(BATCH, tokens),), layers)
+
+
+@functools.cache
+def _step(name: str) -> Case:
+    model, layers = _model(name)
+    step = models.CachedStep(model)
+    states = step.prefill(models.ids(BATCH, PROMPT))
+    return Case(step, (models.ids(BATCH, 1, seed=2), *states), layers)
+
+
+def _case(name: str, tokens: int) -> Case:
+    return _step(name) if tokens == 1 else _forward(name, tokens)
+
+
+def _check_every_layer_is_rewritten(case: Case, kind: str, form: str) -> None:
+    assert case.layers
+    assert [s.path for s in case.report.sites] == case.layers == [s.path for s in case.report.rewritten]
+    assert {(s.kind, s.form) for s in case.report.sites} == {(kind, form)}
+    assert all(s.evidence["self_check"]["verified"] for s in case.report.sites)
+    assert not case.report.unmatched and not case.report.notes
+    assert case.error < 1e-5
+    for layer in case.layers:
+        after = case.layer_nodes(case.result.module, layer)
+        assert sum("lattn." in str(n.target) for n in after) == 1
+
+
+HF_CASES = [("qwen3_next", t) for t in (1, 5, 70, 128)] + [("qwen3_5", 1), ("qwen3_5", 70), ("kimi_linear", 1)]
+HF_CASES += [("kimi_linear", 5), ("kimi_linear", 128)]
+
+
+@pytest.mark.parametrize(("name", "tokens"), HF_CASES)
+def test_an_exported_delta_rule_model_keeps_nothing_of_the_state_path(name: str, tokens: int) -> None:
+    case = _case(name, tokens)
+    _check_every_layer_is_rewritten(case, KINDS[name], "step" if tokens == 1 else "chunk")
+    for layer in case.layers:
+        before, after = (case.layer_nodes(p, layer) for p in (case.program, case.result.module))
+        left = Counter(map(_operation, after))
+        assert not STATE_PATH & left.keys(), left
+        assert len(after) <= 110, left
+        assert tokens == 1 or len(before) > 900
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_a_rewritten_program_trains(name: str) -> None:
+    case = _forward(name, 5)
+    eager, rewritten = copy.deepcopy(case.module), case.result.module.module()
+    for model in (eager, rewritten):
+        model.zero_grad()
+        model(*case.fresh()).square().mean().backward()
+    want = {n: p.grad for n, p in eager.named_parameters()}
+    got = {n: p.grad for n, p in rewritten.named_parameters()}
+    assert want.keys() == got.keys()
+    for name_, gradient in want.items():
+        assert gradient is not None and got[name_] is not None, name_
+        assert (got[name_] - gradient).norm() <= 1e-4 * gradient.norm(), name_
+
+
+def test_a_policy_reaches_an_exported_decode_step() -> None:
+    case = _step("qwen3_next")
+    result = lc.rewrite(case.program, "int8")
+    assert [s.path for s in result.report.rewritten] == case.layers
+    exact, rounded = case.fresh(), case.fresh()
+    with torch.no_grad():
+        case.result.module.module()(*exact)
+        result.module.module()(*rounded)
+    states = [(a, b) for a, b in zip(exact, rounded, strict=True) if a.shape[1:] == (4, 16, 24)]
+    assert len(states) == len(case.layers)
+    assert all(1e-4 < (a - b).norm() / a.norm() < 2e-2 for a, b in states)
+
+
+def test_a_batch_and_a_cache_of_any_size() -> None:
+    """Sizes stay symbols: the rewritten program runs at others than it was exported with."""
+    model, layers = _model("qwen3_next")
+    batch, past = Dim("batch", min=1, max=64), Dim("past", min=2, max=200)
+    step = models.CachedStep(model)
+    states = step.prefill(models.ids(3, PROMPT))
+    grows = [x.ndim == 4 and x.shape[2] == PROMPT for x in states]
+    sizes = [{0: batch, 2: past} if g else {0: batch} for g in grows]
+    with torch.no_grad():
+        program = torch.export.export(
+            step, (models.ids(3, 1), *states), dynamic_shapes=({0: batch}, tuple(sizes)), strict=False
+        )
+    result = lc.rewrite(program, "exact")
+    assert [s.path for s in result.report.rewritten] == [f"model.{n}" for n in layers]
+    assert {str(s.shapes["B"]).isdigit() for s in result.report.sites} == {False}
+    other = models.CachedStep(model)
+    for size, length in ((1, 9), (5, 4)):
+        inputs = (models.ids(size, 1), *other.prefill(models.ids(size, length)))
+        want, got = ([x.clone() for x in inputs] for _ in range(2))
+        with torch.no_grad():
+            logits = other(*want)[0], result.module.module()(*got)[0]
+        assert max(float((a - b).abs().max()) for a, b in [logits, *zip(want[1:], got[1:], strict=True)]) < 1e-5
+
+
+def test_a_batch_of_any_size_in_chunk_form() -> None:
+    model, layers = _model("kimi_linear")
+    with torch.no_grad():
+        program = torch.export.export(
+            models.Logits(model), (models.ids(3, 9),), dynamic_shapes=({0: Dim("batch", min=1, max=64)},), strict=False
+        )
+    result = lc.rewrite(program, "exact")
+    assert [s.path for s in result.report.rewritten] == [f"model.{n}" for n in layers]
+    with torch.no_grad():
+        for size in (1, 5):
+            want = model(models.ids(size, 9)).logits
+            assert (result.module.module()(models.ids(size, 9)) - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("name", MAMBAS)
+def test_mamba_2_is_an_additive_recurrence_with_a_decay_a_head(name: str, tokens: int) -> None:
+    _check_every_layer_is_rewritten(_case(name, tokens), "retention", "step" if tokens == 1 else "chunk")
+
+
+def test_a_decode_step_of_lightning_attention() -> None:
+    _check_every_layer_is_rewritten(_step("minimax"), "retention", "step")
+
+
+def test_lightning_attention_whose_decay_is_a_table_is_left_with_a_reason() -> None:
+    """Its decay stands in four buffers. That they are powers of one number is in their values, not in the graph."""
+    case = _forward("minimax", 20)
+    assert case.error == 0
+    assert not case.report.sites
+    assert [(u.path, u.reason.code) for u in case.report.unmatched] == [(n, "CHUNK_DECAY_INPUTS") for n in case.layers]
+
+
+@pytest.mark.parametrize("tokens", [1, 24])
+def test_retention_token_by_token(tokens: int) -> None:
+    case = _retention(models.RetentionRecurrent, tokens)
+    [site] = case.report.sites
+    assert (site.verdict, site.kind, site.form) == ("rewritten", "retention", "step" if tokens == 1 else "loop")
+    assert not case.report.unmatched
+    assert case.error < 1e-5
+
+
+@pytest.mark.parametrize("tokens", [8, 20, 24])
+def test_retention_by_chunks(tokens: int) -> None:
+    case = _retention(models.RetentionChunk, tokens)
+    [site] = case.report.sites
+    assert (site.verdict, site.kind, site.form) == ("rewritten", "retention", "chunk")
+    assert not case.report.unmatched
+    assert case.error < 1e-5
+
+
+def _retention(layer: type[models.Retention], tokens: int) -> Case:
+    torch.manual_seed(0)
+    return Case(layer(), (torch.randn(BATCH, tokens, 32), torch.randn(BATCH, 4, 8, 12)), [])
+
+
+def test_a_selective_scan_with_a_decay_a_value_channel_is_left_with_a_reason() -> None:
+    """Mamba 1: each channel decays on its own, which no op here says."""
+    case = _step("mamba")
+    assert case.error == 0 and not case.report.sites
+    assert {u.reason.code for u in case.report.unmatched} == {"DECAY_AXIS"}
+    assert {u.path for u in case.report.unmatched} == {"model.backbone.layers.0.mixer"}
+
+
+@pytest.mark.parametrize("name", models.without_recurrence())
+def test_nothing_is_found_where_nothing_is(name: str) -> None:
+    module, inputs = models.without_recurrence()[name]()
+    case = Case(module, inputs, [])
+    assert not case.report.sites
+    assert not case.report.unmatched
+    assert not [n for n in case.report.notes if not n.startswith("no recurrence was found")]
+    assert case.error == 0
+
+
+@pytest.mark.parametrize("name", models.without_recurrence())
+def test_nothing_is_compiled_differently_where_nothing_is(name: str) -> None:
+    module, inputs = models.without_recurrence()[name]()
+    if name == "llama step":
+        module = module.model
+        inputs = inputs[:1]
+    want, got = ([x.clone() for x in inputs] for _ in range(2))
+    eager = copy.deepcopy(module)
+    torch._dynamo.reset()
+    with torch.no_grad(), recorded() as record, pytest.warns(lc.LattnWarning, match="no known recurrence"):
+        outputs = eager(*want), torch.compile(module, backend="lattn_compile", options={"policy": "int8"})(*got)
+    assert not record.report.sites
+    assert not record.report.unmatched
