@@ -16,6 +16,7 @@ from lattn_compile.errors import reason
 from lattn_compile.passes import capture
 from lattn_compile.passes.context import PassContext
 from lattn_compile.passes.normalize import functional_copy
+from lattn_compile.passes.spelled.aten import widens
 from lattn_compile.passes.spelled.proposal import NearMiss, Proposal, withdraw
 from lattn_compile.passes.spelled.ranges import interval
 from lattn_compile.passes.spelled.search import in_one_section, region_of, search
@@ -97,7 +98,11 @@ def _low_precision(proposal: Proposal) -> fx.Node | None:
     inside = set(region)
     for node in reversed(region):
         v = value(node)
-        if not isinstance(v, torch.Tensor) or not v.is_floating_point() or v.dtype in (torch.float32, torch.float64):
+        if not isinstance(v, torch.Tensor) or not v.is_floating_point():
+            continue
+        source = value(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else v
+        rounds = isinstance(source, torch.Tensor) and source.is_floating_point() and not widens(source.dtype, v.dtype)
+        if v.dtype in (torch.float32, torch.float64) and not rounds:
             continue
         if node in proposal.old or all(user not in inside for user in node.users):
             inside.discard(node)  # of an output, or what leads only to one

@@ -60,9 +60,9 @@ class Chain:
     evidence: dict[str, object] = field(default_factory=dict)
 
 
-def find_chains(index: Index, taken: set[fx.Node]) -> tuple[list[Chain], list[NearMiss]]:
-    """Every chain of the graph, cut where it has to be, and the candidates that came near."""
-    steps, misses = _match_all(index, taken)
+def find_chains(index: Index, taken: set[fx.Node]) -> tuple[list[Chain], list[NearMiss], set[fx.Node]]:
+    """Every chain of the graph, cut where it has to be; the candidates that came near; and nodes of refused ones."""
+    steps, misses, refused = _match_all(index, taken)
     children: dict[fx.Node, list[Step]] = {}
     for step in steps.values():
         children.setdefault(stored_origin(step.root), []).append(step)
@@ -80,6 +80,7 @@ def find_chains(index: Index, taken: set[fx.Node]) -> tuple[list[Chain], list[Ne
             chains += _cut(index, run, reads, children, _is_source(run[0].root, steps))
         except NoMatch as error:
             root = run[0].root
+            refused |= {n for s in run for n in s.path}
             if _is_source(root, steps):
                 misses.append(error.at(run[-1].update, steps=len(run)))
             elif _lowest(root) != value(run[0].update).dtype and any(
@@ -87,14 +88,16 @@ def find_chains(index: Index, taken: set[fx.Node]) -> tuple[list[Chain], list[Ne
             ):
                 inside = NoMatch("STATE_ROUNDED", "a state is rounded on its way to its update", root)
                 misses.append(inside.at(run[-1].update, steps=len(run)))
-    return chains, misses
+    return chains, misses, refused
 
 
 def _followers_of(children: dict[fx.Node, list[Step]], step: Step) -> list[Step]:
     return children.get(step.update, [])
 
 
-def _match_all(index: Index, taken: set[fx.Node]) -> tuple[dict[fx.Node, Step], list[NearMiss]]:
+def _match_all(
+    index: Index, taken: set[fx.Node]
+) -> tuple[dict[fx.Node, Step], list[NearMiss], set[fx.Node]]:
     steps: dict[fx.Node, Step] = {}
     missed: dict[fx.Node, object] = {}  # their followers fail with them
     inside: set[fx.Node] = set()
@@ -120,7 +123,8 @@ def _match_all(index: Index, taken: set[fx.Node]) -> tuple[dict[fx.Node, Step], 
     for ladder, root, miss in pending:
         if ladder[-1] not in inside and _worth_telling(index, ladder, root, steps, miss):
             misses.append(miss.at(ladder[0]))
-    return steps, misses
+    refused = {n for n in missed if n not in inside}
+    return steps, misses, refused
 
 
 def _match_one(

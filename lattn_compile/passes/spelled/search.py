@@ -25,10 +25,11 @@ __all__ = ["Found", "commit", "find", "in_one_section", "region_of", "search", "
 
 @dataclass
 class Found:
-    """Proposals, standing in their graphs, and near misses."""
+    """Proposals, standing in their graphs, near misses, and updates of states that are none of ours."""
 
     proposals: list[Proposal] = field(default_factory=list)
     misses: list[NearMiss] = field(default_factory=list)
+    refused: set[fx.Node] = field(default_factory=set)
 
 
 def search(graphs: list[fx.GraphModule]) -> Found:
@@ -49,7 +50,11 @@ def _search(gm: fx.GraphModule, found: Found) -> None:
     mine = find(gm)
     for node in [n for n in gm.graph.nodes if is_scan(n) or is_while_loop(n)]:
         _sort(mine, _through_loop(gm, node, mine))
-    taken = {n for p in mine.proposals for n in region_of(p)}
+    # What is a site already, and what was looked at as a step and refused, is not looked at as a chunk form.
+    taken = {n for p in mine.proposals for n in region_of(p)} | mine.refused
+    for node in gm.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "lattn":
+            taken |= {node, *node.users}
     for outcome in find_chunk_forms(gm, taken):
         _sort(mine, outcome)
     found.proposals += mine.proposals
@@ -83,12 +88,13 @@ def find(gm: fx.GraphModule) -> Found:
     found = Found()
     canonicalize(gm)
     index = Index(gm.graph)
-    chains, found.misses = find_chains(index, set())
+    chains, found.misses, found.refused = find_chains(index, set())
     for chain in chains:
         for piece in _without_feedback(index, chain):
             try:
                 found.proposals.append(build(index, piece))
             except NoMatch as error:
+                found.refused |= {n for link in piece.links for n in link.step.path}
                 found.misses.append(error.at(piece.links[-1].step.update, steps=len(piece.links)))
     return found
 
