@@ -113,9 +113,8 @@ def _build(index: Index, chain: Chain, w: Writer, anchor: fx.Node) -> Proposal:
             if link.read is not None:
                 old.append(link.read.node)
                 new.append(_output(w, o, t, link, layout))
-    stored = links[-1].stored
-    if stored.users:
-        old.append(stored)
+    if step.update.users:
+        old.append(step.update)
         new.append(_final(w, w.getitem(op, 1), chain, layout))
     roles = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state}
     proposal = Proposal(
@@ -352,6 +351,12 @@ def _log(w: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
             both = [y for y in (x, rest[0]) if isinstance(value(y), torch.Tensor)]
             if len(both) == 2 and all(interval(y)[0] >= 0.0 for y in both):
                 return w.call(aten.add.Tensor, _log(w, both[0], dtype), _log(w, both[1], dtype))
+        if name == "aten::add" and rest and rest[0] == 1 and name_of(x) == "aten::expm1":
+            return x.args[0]  # type: ignore[return-value]
+        if name == "aten::rsub" and rest and rest[0] == 1 and name_of(x) == "aten::sigmoid":
+            return w.call(aten.log_sigmoid.default, w.call(aten.neg.default, x.args[0]))
+        if name == "aten::reciprocal":
+            return w.call(aten.neg.default, _argument(w, x, "aten::exp", dtype))
         if name == "aten::pow" and rest and isinstance(rest[0], (int, float)) and rest[0] > 0 and interval(x)[0] >= 0.0:
             return w.call(aten.mul.Scalar, _log(w, x, dtype), rest[0])
     if name == "getitem" and isinstance(x, fx.Node) and name_of(x) in _SPLITS and value(node).dtype == dtype:
@@ -404,7 +409,7 @@ def _final(w: Writer, state: fx.Node, chain: Chain, layout: _Layout) -> fx.Node:
     link = chain.links[-1]
     wanted = [*layout.batch, *layout.heads, *layout.key, *layout.column]
     node = _shaped(w, state, wanted, link.step.axes, link.step.update)
-    return w.to(node, value(link.stored).dtype)
+    return w.to(node, value(link.step.update).dtype)
 
 
 def _shaped(w: Writer, node: fx.Node, have: list[Label], axes: Sequence[Axis], like: fx.Node) -> fx.Node:
@@ -426,12 +431,29 @@ def _output(w: Writer, o: fx.Node, t: int, link: Link, layout: _Layout) -> fx.No
 def _domains(proposal: Proposal) -> dict[fx.Node, str]:
     """How random values of the inputs are drawn: what a decay is made of has to be negative."""
     out: dict[fx.Node, str] = {}
+    for node in proposal.frontier:
+        if any(name_of(n) in _POSITIVE for n in _near(node)):
+            out[node] = "beta"  # a root or a log of it is taken
     for role, domain in (("g", "log_decay"), ("beta", "beta"), ("k", "key")):
         node = proposal.roles.get(role)
         while node is not None and node not in proposal.frontier and _passes_on(node):
             node = node.args[0] if isinstance(node.args[0], fx.Node) else None
         if node is not None and node in proposal.frontier and (role != "k" or _last_axis_kept(proposal, node)):
             out.setdefault(node, domain)
+    return out
+
+
+_POSITIVE = frozenset(["aten::sqrt", "aten::rsqrt", "aten::log", "aten::log2", "aten::pow", "aten::log1p"])
+
+
+def _near(node: fx.Node) -> list[fx.Node]:
+    """Users of a node's values, views and selects aside."""
+    out, waiting = [], list(node.users)
+    while waiting and len(out) < 64:
+        user = waiting.pop()
+        out.append(user)
+        if _passes_on(user):
+            waiting.extend(user.users)
     return out
 
 

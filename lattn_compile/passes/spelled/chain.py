@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import Index, name_of, widens
+from lattn_compile.passes.spelled.aten import SHAPE_ONLY, Index, name_of, widens
 from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander, is_zero
 from lattn_compile.passes.spelled.labels import flat, unify
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch
@@ -36,11 +36,10 @@ _CASTS = frozenset(["aten::_to_copy", "aten::to", "prims::convert_element_type"]
 
 @dataclass
 class Link:
-    """One token of a chain: the step, the read of its state, and the value that goes on (the update, or its cast)."""
+    """One token of a chain: the step, and the read of its state."""
 
     step: Step
     read: Read | None
-    stored: fx.Node
 
 
 @dataclass
@@ -81,6 +80,8 @@ def find_chains(index: Index, taken: set[fx.Node]) -> tuple[list[Chain], list[Ne
         except NoMatch as error:
             root = run[0].root
             refused |= {n for s in run for n in s.path}
+            if error.code == "NOT_CARRIED" and not stored_origin(root).all_input_nodes and root.op == "call_function":
+                continue  # a matrix like I - k k^T, made of constants
             if _is_source(root, steps):
                 misses.append(error.at(run[-1].update, steps=len(run)))
             elif _lowest(root) != value(run[0].update).dtype and any(
@@ -214,14 +215,14 @@ def _cut(
     first, last = run[0], run[-1]
     fate = fate_of(index, last.update, ())
     more = len(_followers_of(children, last)) > 1
-    if len(run) == 1 and not source:
+    head = _from_nothing(index, first)
+    if len(run) == 1 and not source and head is None:
         raise NoMatch("NOT_A_STATE", "the updated tensor is computed in the graph", first.root)
-    if len(run) == 1 and not fate.escapes and not more:
+    if len(run) == 1 and head is None and not fate.escapes and not more:
         if fate.blocked is not None:
             raise NoMatch("STATE_OP", f"the new state goes on through {name_of(fate.blocked)}", fate.blocked)
         raise NoMatch("NOT_CARRIED", "the updated tensor is neither kept nor updated again", last.update)
     _refuse_late_reads(index, run, reads)
-    head = _from_nothing(index, first)
     if head is not None:
         found, others = find_reads(index, head.update, first.path)
         mine = _along_key(head, found)
@@ -231,12 +232,11 @@ def _cut(
     dtype = _rounding(index, run)
     for i, step in enumerate(run):
         mine, others = reads[step.update]
-        stored = _stored(step.update, dtype)
-        foreign = others and not (dtype is not None and _only_stored(index, step, stored, children, mine))
+        foreign = others and not (dtype is not None and _only_stored(index, step, dtype, children, mine))
         read_before = reads[run[i - 1].update][0] if i else []
         if pieces[-1] and (leaks(step, read_before) or not _alike(index, pieces[-1][-1].step, step)):
             pieces.append([])
-        pieces[-1].append(Link(step, mine[0] if mine else None, stored))
+        pieces[-1].append(Link(step, mine[0] if mine else None))
         if (foreign or len(mine) > 1) and i + 1 < len(run):
             pieces.append([])
     chains = []
@@ -260,9 +260,11 @@ def leaks(step: Step, before: Collection[Read] = ()) -> bool:
     Args:
         before: reads of the previous state, which may share views with the step.
     """
-    path = step.path | step.late | {n for r in before for n in r.path}
+    own = step.path | step.late
+    path = own | {n for r in before for n in r.path}
     ends = {step.update, *_ends(step), *(r.node for r in before)}
-    return any(user not in path for node in path - ends for user in node.users)
+    users = (user for node in own - ends for user in node.users)
+    return any(user not in path and name_of(user) not in SHAPE_ONLY for user in users)
 
 
 def _ends(step: Step) -> set[fx.Node]:
@@ -314,8 +316,7 @@ def _rounding(index: Index, run: list[Step]) -> torch.dtype | None:
     between = {_lowest(step.root) for step in run[1:]}
     if len(run) == 1:
         before = _lowest(run[0].root)
-        casts = [u for u in run[0].update.users if name_of(u) in _CASTS and value(u).dtype == before]
-        return before if before in _LOW and casts else None
+        return before if before in _LOW and _stored(run[0].update, before) else None
     if all(widens(computed, d) for d in between):
         return None
     before = run[0].update if run[0].root is run[0].update else run[0].root
@@ -324,7 +325,7 @@ def _rounding(index: Index, run: list[Step]) -> torch.dtype | None:
         raise NoMatch("STATE_ROUNDED", "the state is rounded after some tokens and not after others", run[-1].update)
     last = run[-1]
     stored = _stored(last.update, dtype)
-    if stored is last.update or find_reads(index, last.update, {stored})[1]:
+    if not stored or find_reads(index, last.update, set(stored))[1]:
         raise NoMatch("STATE_ROUNDED", "the state is rounded before a token and not after the last", last.update)
     return dtype
 
@@ -341,17 +342,24 @@ def _lowest(root: fx.Node) -> torch.dtype:
     return lowest  # type: ignore[no-any-return]
 
 
-def _stored(update: fx.Node, dtype: torch.dtype | None) -> fx.Node:
-    if dtype is None:
-        return update
-    return next((u for u in update.users if name_of(u) in _CASTS and value(u).dtype == dtype), update)
+def _stored(update: fx.Node, dtype: torch.dtype) -> list[fx.Node]:
+    """The casts to `dtype` of a state."""
+    found, waiting = [], [update]
+    while waiting:
+        for user in waiting.pop().users:
+            if name_of(user) in _CASTS and value(user).dtype == dtype:
+                found.append(user)
+            elif is_view(user):
+                waiting.append(user)
+    return found
 
 
 def _only_stored(
-    index: Index, step: Step, stored: fx.Node, children: dict[fx.Node, list[Step]], reads: list[Read]
+    index: Index, step: Step, dtype: torch.dtype, children: dict[fx.Node, list[Step]], reads: list[Read]
 ) -> bool:
     """Whether a rounded state is used in its rounded form only, the reads and the next step aside."""
-    exclude = {n for child in _followers_of(children, step) for n in child.path} | {r.node for r in reads} | {stored}
+    exclude = {n for child in _followers_of(children, step) for n in child.path} | {r.node for r in reads}
+    exclude |= set(_stored(step.update, dtype))
     return not find_reads(index, step.update, exclude)[1]
 
 

@@ -96,13 +96,16 @@ class Expander:
         return atom(node, self.index.repeated(node))
 
     def _part(self, node: fx.Node) -> Expr | None:
-        """One of the tensors that `unbind` returns."""
+        """One of the tensors that `unbind` returns, or `split` into parts of one position each."""
         whole, position = node.args
-        if not isinstance(whole, fx.Node) or name_of(whole) != "aten::unbind" or not isinstance(position, int):
+        if not isinstance(whole, fx.Node) or name_of(whole) not in _PARTS or not isinstance(position, int):
             return None
         a = arguments(whole)
+        dim, keep = a["dim"] % value(a["self"]).dim(), name_of(whole) != "aten::unbind"
+        if keep and not all(is_one(part.shape[dim]) for part in value(whole)):
+            return None
         try:
-            return _fixed(self.expand(a["self"]), a["dim"] % value(a["self"]).dim(), position, keep=False)
+            return _fixed(self.expand(a["self"]), dim, position, keep=keep)
         except NoMatch:
             return None
 
@@ -139,6 +142,7 @@ def is_zero(node: fx.Node) -> bool:
     return name in ("aten::full", "aten::new_full", "aten::full_like") and arguments(node).get("fill_value") == 0
 
 
+_PARTS = frozenset(["aten::unbind", "aten::split", "aten::split_with_sizes", "aten::chunk", "aten::tensor_split"])
 _COPIES = frozenset(
     ["aten::lift_fresh_copy", "aten::clone", "aten::alias", "aten::_to_copy", "aten::view", "aten::detach"]
     + ["aten::detach_", "aten::lift_fresh"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import Index, is_tensor, name_of
+from lattn_compile.passes.spelled.aten import SHAPE_ONLY, Index, is_tensor, name_of
 from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander
 from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, same_size, unify
 from lattn_compile.passes.spelled.proposal import NoMatch
@@ -57,7 +57,7 @@ def find_reads(index: Index, state: fx.Node, exclude: Collection[fx.Node]) -> tu
     while waiting:
         node, path = waiting.pop()
         for user in index.users(node):
-            if user in seen:
+            if user in seen or name_of(user) in SHAPE_ONLY:
                 continue
             seen.add(user)
             if user in exclude:

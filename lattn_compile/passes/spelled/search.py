@@ -112,7 +112,7 @@ def _without_feedback(index: Index, chain: Chain) -> list[Chain]:
             pieces.append(Chain(links, root, chain.state_dtype))
             root, links, below = link.step.root, [], set()
         links.append(link)
-        _descend(index, [link.stored, *([link.read.node] if link.read else [])], last, below)
+        _descend(index, [link.step.update, *([link.read.node] if link.read else [])], last, below)
     return [*pieces, Chain(links, root, chain.state_dtype)]
 
 

@@ -30,7 +30,7 @@ PROMPT = 6
 
 # What only the recurrence of a layer needs; the rest is projections, a convolution, norms and gates.
 STATE_PATH = frozenset(
-    "linalg_solve_triangular cumsum triu tril eye ones zeros zeros_like full masked_fill where matmul bmm baddbmm einsum "
+    "linalg_solve_triangular cumsum triu tril eye ones zeros zeros_like full masked_fill matmul bmm baddbmm einsum "
     "select select_scatter slice_scatter index_put copy copy_ stack".split()
 )
 KINDS = {"qwen3_next": "gdn", "qwen3_5": "gdn", "kimi_linear": "kda"}
@@ -53,7 +53,8 @@ class Case:
 
     @property
     def error(self) -> float:
-        """Largest difference between the rewritten program and eager, over outputs, inputs and buffers written to."""
+        """Largest difference to eager over outputs, inputs and buffers written to, each relative to its largest element
+        if that is above 1."""
         eager, rewritten = copy.deepcopy(self.module), self.result.module.module()
         want, got = self.fresh(), self.fresh()
         with torch.no_grad():
@@ -61,7 +62,7 @@ class Case:
         buffers = dict(rewritten.named_buffers())
         pairs = [*zip(_flat(outputs[0]), _flat(outputs[1]), strict=True), *zip(want, got, strict=True)]
         pairs += [(b, buffers[n]) for n, b in eager.named_buffers() if n in buffers]
-        return max(float((a - b).abs().max()) for a, b in pairs if a.is_floating_point())
+        return max(_difference(a, b) for a, b in pairs if a.is_floating_point())
 
     def layer_nodes(self, program: ExportedProgram, layer: str) -> list[fx.Node]:
         return [
@@ -69,6 +70,10 @@ class Case:
             for n in nodes_of(program.graph_module)
             if n.op == "call_function" and module_path_of(n).startswith(layer)
         ]
+
+
+def _difference(want: Tensor, got: Tensor) -> float:
+    return float((want - got).abs().max() / want.abs().max().clamp(min=1))
 
 
 def _flat(outputs: Any) -> list[Tensor]:
@@ -158,28 +163,23 @@ def test_a_policy_reaches_an_exported_decode_step() -> None:
     assert all(1e-4 < (a - b).norm() / a.norm() < 2e-2 for a, b in states)
 
 
-def test_a_batch_and_a_cache_of_any_size() -> None:
+def test_a_cached_step_of_any_batch() -> None:
     """Sizes stay symbols: the rewritten program runs at others than it was exported with."""
     model, layers = _model("qwen3_next")
-    batch, past = Dim("batch", min=1, max=64), Dim("past", min=2, max=200)
-    step = models.CachedStep(model)
-    states = step.prefill(models.ids(3, PROMPT))
-    grows = [x.ndim == 4 and x.shape[2] == PROMPT for x in states]
-    sizes = [{0: batch, 2: past} if g else {0: batch} for g in grows]
+    step, batch = models.CachedStep(model), Dim("batch", min=1, max=64)
+    inputs = (models.ids(3, 1), *step.prefill(models.ids(3, PROMPT)))
     with torch.no_grad():
-        program = torch.export.export(
-            step, (models.ids(3, 1), *states), dynamic_shapes=({0: batch}, tuple(sizes)), strict=False
-        )
+        sizes = ({0: batch}, tuple({0: batch} for _ in inputs[1:]))
+        program = torch.export.export(step, inputs, dynamic_shapes=sizes, strict=False)
     result = lc.rewrite(program, "exact")
     assert [s.path for s in result.report.rewritten] == [f"model.{n}" for n in layers]
-    assert {str(s.shapes["B"]).isdigit() for s in result.report.sites} == {False}
-    other = models.CachedStep(model)
-    for size, length in ((1, 9), (5, 4)):
-        inputs = (models.ids(size, 1), *other.prefill(models.ids(size, length)))
+    assert not any(isinstance(s.shapes["B"], int) for s in result.report.sites)
+    for size in (1, 5):
+        inputs = (models.ids(size, 1), *models.CachedStep(model).prefill(models.ids(size, PROMPT)))
         want, got = ([x.clone() for x in inputs] for _ in range(2))
         with torch.no_grad():
-            logits = other(*want)[0], result.module.module()(*got)[0]
-        assert max(float((a - b).abs().max()) for a, b in [logits, *zip(want[1:], got[1:], strict=True)]) < 1e-5
+            logits = step(*want)[0], result.module.module()(*got)[0]
+        assert max(_difference(a, b) for a, b in [logits, *zip(want[1:], got[1:], strict=True)]) < 1e-5
 
 
 def test_a_batch_of_any_size_in_chunk_form() -> None:
@@ -223,7 +223,7 @@ def test_retention_token_by_token(tokens: int) -> None:
     assert case.error < 1e-5
 
 
-@pytest.mark.parametrize("tokens", [8, 20, 24])
+@pytest.mark.parametrize("tokens", [8, 24])
 def test_retention_by_chunks(tokens: int) -> None:
     case = _retention(models.RetentionChunk, tokens)
     [site] = case.report.sites
@@ -255,16 +255,18 @@ def test_nothing_is_found_where_nothing_is(name: str) -> None:
     assert case.error == 0
 
 
+@pytest.mark.filterwarnings("ignore::lattn_compile.LattnWarning")
 @pytest.mark.parametrize("name", models.without_recurrence())
-def test_nothing_is_compiled_differently_where_nothing_is(name: str) -> None:
+def test_nothing_is_found_in_a_compiled_graph_where_nothing_is(name: str) -> None:
     module, inputs = models.without_recurrence()[name]()
-    if name == "llama step":
-        module = module.model
-        inputs = inputs[:1]
-    want, got = ([x.clone() for x in inputs] for _ in range(2))
     eager = copy.deepcopy(module)
+    want, got = ([x.clone() for x in inputs] for _ in range(2))
     torch._dynamo.reset()
-    with torch.no_grad(), recorded() as record, pytest.warns(lc.LattnWarning, match="no known recurrence"):
+    with torch.no_grad(), recorded() as record:
         outputs = eager(*want), torch.compile(module, backend="lattn_compile", options={"policy": "int8"})(*got)
-    assert not record.report.sites
-    assert not record.report.unmatched
+    assert record.graphs
+    for report in lc.reports()[-len(record.graphs) :]:
+        assert not report.sites and not report.unmatched and not report.notes
+    for a, b in zip(_flat(outputs[0]), _flat(outputs[1]), strict=True):
+        assert torch.equal(a, b)
+    assert all(torch.equal(b, dict(module.named_buffers())[n]) for n, b in eager.named_buffers())

@@ -6,12 +6,13 @@ words, between an embedding, projections and gates.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -196,18 +197,28 @@ class Traced:
 
     target: fx.GraphModule | ExportedProgram
     step: Callable[[Any, Sequence[Tensor]], list[Tensor]]
+    results: dict[str, lc.RewriteResult] = field(default_factory=dict)
 
-    @property
-    def graph_module(self) -> fx.GraphModule:
-        return self.target.graph_module if isinstance(self.target, ExportedProgram) else self.target
+    def rewrite(self, policy: str) -> lc.RewriteResult:
+        if policy not in self.results:
+            self.results[policy] = lc.rewrite(self.target, policy)
+        return self.results[policy]
 
 
-def exported(strict: bool = False, dynamic: bool = False, cls: Callable[[], nn.Module] = Hybrid) -> ExportedProgram:
+def graph_module_of(program: fx.GraphModule | ExportedProgram) -> fx.GraphModule:
+    return program.graph_module if isinstance(program, ExportedProgram) else program
+
+
+def export(strict: bool = False, dynamic: bool = False, cls: Callable[[], nn.Module] = Hybrid) -> ExportedProgram:
     torch._dynamo.reset()
     batch = {0: torch.export.Dim("batch", min=2, max=64)}
     return torch.export.export(
         model(cls=cls), inputs(), strict=strict, dynamic_shapes=(batch, batch, batch) if dynamic else None
     )
+
+
+# A rewrite leaves a program as it was, so that tests can share one; they do not train it.
+exported = functools.cache(export)
 
 
 def _by_export(strict: bool, dynamic: bool) -> Traced:
@@ -269,12 +280,12 @@ def traced(request: pytest.FixtureRequest) -> Traced:
     return TRACERS[request.param]()
 
 
-def _looks(traced: Traced) -> tuple[str, list[Any], list[int], list[list[str]]]:
-    """All of a program that a rewrite must not touch: text, tensors, what a node carries."""
-    gm = traced.graph_module
+def _looks(program: fx.GraphModule | ExportedProgram) -> tuple[str, list[Any], list[int], list[list[str]]]:
+    """All of a program that a rewrite must not touch: text, tensors, which those are, what a node carries."""
+    gm = graph_module_of(program)
     tensors = list(gm.parameters()) + list(gm.buffers())
-    if isinstance(traced.target, ExportedProgram):
-        tensors = list(traced.target.state_dict.values())
+    if isinstance(program, ExportedProgram):
+        tensors = list(program.state_dict.values())
     meta = [sorted(f"{key}: {n.meta[key]}" for key in ("custom", "val", "example_value") if key in n.meta)
             for n in gm.graph.nodes]  # fmt: skip
     return gm.code + str(gm.graph), [x.detach().clone() for x in tensors], [id(x) for x in tensors], meta
@@ -282,20 +293,20 @@ def _looks(traced: Traced) -> tuple[str, list[Any], list[int], list[list[str]]]:
 
 @pytest.mark.parametrize("policy", ["exact", "int8"])
 def test_each_tracers_program_is_rewritten_and_left_as_it_was(traced: Traced, policy: str) -> None:
-    text, tensors, ids, meta = _looks(traced)
-    result = lc.rewrite(traced.target, policy)
+    text, tensors, which, meta = _looks(traced.target)
+    result = traced.rewrite(policy)
 
-    assert type(result.module) is type(traced.target) or isinstance(result.module, fx.GraphModule)
+    assert isinstance(result.module, ExportedProgram if isinstance(traced.target, ExportedProgram) else fx.GraphModule)
     assert found(result.report) == SITES
     assert {s.form for s in result.report.sites} == {"loop"}
     assert not result.report.unmatched
-    after = Traced(result.module, traced.step).graph_module
+    after = graph_module_of(result.module)
     assert len(lattn_ops(after)) == 2
     assert not any("einsum" in str(n.target) or "matmul" in str(n.target) for n in nodes_of(after))
     assert worst_error(traced.step(result.module, inputs()), eager(None if policy == "exact" else policy)) < 1e-5
 
-    again = _looks(traced)
-    assert (again[0], again[2], again[3]) == (text, ids, meta)
+    again = _looks(traced.target)
+    assert (again[0], again[2], again[3]) == (text, which, meta)
     assert all(torch.equal(a, b) for a, b in zip(again[1], tensors, strict=True))
 
 
@@ -307,21 +318,40 @@ def _told(report: Report) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("policy", ["exact", "int8"])
 def test_a_second_rewrite_changes_nothing(traced: Traced, policy: str) -> None:
-    once = lc.rewrite(traced.target, policy)
+    once = traced.rewrite(policy)
     twice = lc.rewrite(once.module, policy)
-    first, second = (Traced(r.module, traced.step).graph_module for r in (once, twice))
-    assert str(second.graph) == str(first.graph)
+    assert str(graph_module_of(twice.module).graph) == str(graph_module_of(once.module).graph)
     assert _told(twice.report) == _told(once.report)
     assert twice.report.unmatched == once.report.unmatched
 
 
-@pytest.mark.parametrize("batch", [2, 7])
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_batch_that_was_dynamic_stays_so(strict: bool, batch: int) -> None:
-    program = lc.rewrite(exported(strict, dynamic=True), "exact").module
-    module = program.module()
-    got = step(module, dict(module.named_parameters()), inputs(batch))
-    assert worst_error(got, eager(batch=batch)) < 1e-5
+def test_a_batch_that_was_dynamic_stays_so(strict: bool) -> None:
+    module = lc.rewrite(exported(strict, dynamic=True), "exact").module.module()
+    for batch in (2, 7):
+        got = step(module, dict(module.named_parameters()), inputs(batch))
+        assert worst_error(got, eager(batch=batch)) < 1e-5
+
+
+class Builtins(nn.Module):
+    """Names of arguments that are Python's own, as many layers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Hybrid()
+
+    def forward(self, input: Tensor, sum: Tensor, max: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.model(input, sum, max)
+
+
+def test_inputs_may_be_called_as_they_like() -> None:
+    program = torch.export.export(model(cls=Builtins), inputs())
+    result = lc.rewrite(program, "exact")
+    assert found(result.report) == SITES
+    module = result.module.module()
+    assert worst_error(module(*inputs()), model()(*inputs())) < 1e-5
+    ids, S, R = inputs()
+    assert worst_error(module(input=ids, sum=S, max=R), model()(ids, S, R)) < 1e-5
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -438,7 +468,7 @@ def test_decompositions_before_a_rewrite_hide_nothing() -> None:
 @pytest.mark.parametrize("policy", ["exact", "int8"])
 def test_a_rewritten_program_trains(policy: str) -> None:
     plain = model(None if policy == "exact" else policy)
-    module = lc.rewrite(exported(), policy).module.module()
+    module = lc.rewrite(export(), policy).module.module()
     for trained in (plain, module):
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
         for _ in range(3):
@@ -481,7 +511,7 @@ def test_inductor_runs_it_for_any_batch() -> None:
     compiled = torch.compile(plain, backend="lattn_compile", fullgraph=True, options={"policy": "int8"})
     before = len(lc.reports())
     with torch.no_grad():
-        for batch in (2, 3, 5, 9):
+        for batch in (5, 7, 9):
             assert worst_error(compiled(*inputs(batch)), quantized(*inputs(batch))) < 1e-5
     made = lc.reports()[before:]
     assert [found(r) for r in made] == [SITES, SITES]
@@ -524,7 +554,7 @@ def test_the_backend_finds_it_in_a_full_graph(dynamic: bool | None) -> None:
         compiled = torch.compile(
             plain, backend="lattn_compile", fullgraph=True, dynamic=dynamic, options={"policy": "int8", "strict": True}
         )
-        for batch in (2, 3, 7):
+        for batch in (5, 7, 9):  # none of them another dimension of the model
             got = step(compiled, dict(plain.named_parameters()), inputs(batch))
             assert worst_error(got, eager("int8", batch)) < 1e-5
     assert len(record.graphs) == {False: 3, True: 1, None: 2}[dynamic]
