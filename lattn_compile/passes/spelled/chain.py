@@ -80,8 +80,6 @@ def find_chains(index: Index, taken: set[fx.Node]) -> tuple[list[Chain], list[Ne
         except NoMatch as error:
             root = run[0].root
             refused |= {n for s in run for n in s.path}
-            if error.code == "NOT_CARRIED" and not stored_origin(root).all_input_nodes and root.op == "call_function":
-                continue  # a matrix like I - k k^T, made of constants
             if _is_source(root, steps):
                 misses.append(error.at(run[-1].update, steps=len(run)))
             elif _lowest(root) != value(run[0].update).dtype and any(
@@ -139,7 +137,8 @@ def _match_one(
         except NoMatch as error:
             if miss is None:
                 miss, missed = error, root
-            if error.code not in ("NOT_A_STATE", "AXES") and _is_source(root, steps):
+            origin = stored_origin(root)
+            if error.code not in ("NOT_A_STATE", "AXES") and (origin in steps or origin.op in ("placeholder", "get_attr")):
                 break
     return None, missed, miss
 
@@ -278,7 +277,8 @@ def _root_reads(index: Index, step: Step) -> list[Read]:
 
 def _alike(index: Index, a: Step, b: Step) -> bool:
     """Whether two steps are of one kind and their states are cut into the same axes."""
-    if a.rule != b.rule and not (a.root is a.update or b.root is b.update):
+    # From a state of zeros, both rules write the same.
+    if a.rule != b.rule and not (a.rule == "additive" and (a.root is a.update or is_zero(stored_origin(a.root)))):
         return False
     try:
         chain = Expander(index, a.update, _views_between(a.update, b.root), VIEWS, stored=True).expand(b.root)
@@ -319,9 +319,10 @@ def _rounding(index: Index, run: list[Step]) -> torch.dtype | None:
         return before if before in _LOW and _stored(run[0].update, before) else None
     if all(widens(computed, d) for d in between):
         return None
-    before = run[0].update if run[0].root is run[0].update else run[0].root
+    before = run[0].root
     dtype = next(iter(between))
-    if len(between) != 1 or dtype not in _LOW or (before is run[0].root and _lowest(before) != dtype):
+    begins = run[0].root is not run[0].update
+    if len(between) != 1 or dtype not in _LOW or (begins and not is_zero(stored_origin(before)) and _lowest(before) != dtype):
         raise NoMatch("STATE_ROUNDED", "the state is rounded after some tokens and not after others", run[-1].update)
     last = run[-1]
     stored = _stored(last.update, dtype)

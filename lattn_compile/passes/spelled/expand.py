@@ -130,6 +130,8 @@ class Expander:
 
 def expandable(node: fx.Node) -> bool:
     """Whether there is anything to look into."""
+    if node is EYE:
+        return False
     name = name_of(node)
     return name in _SUMS or name in _PRODUCTS or name in _VIEWS or name in _SELECTS
 
@@ -302,9 +304,12 @@ def _unstacked(e: Expander, x: Expr) -> Expr:
             if not fixed:
                 parts.append(Expr([], [Term(1.0, (f,))]))
                 continue
-            a = arguments(f.node) if name_of(f.node) == "aten::stack" else {}
-            if f.node is e.root or not a or fixed != [a["dim"] % len(f.index)]:
+            if f.node is e.root:
                 raise NoMatch("STATE_OP", "a part of the state is cut out", f.node)
+            a = arguments(f.node) if f.node is not EYE and name_of(f.node) == "aten::stack" else {}
+            if not a or fixed != [a["dim"] % len(f.index)]:
+                parts.append(Expr([], [Term(1.0, (f,))]))
+                continue
             inner = e.expand(a["tensors"][f.index[fixed[0]]])
             for axis, outer in zip(inner.axes, [i for i in f.index if not isinstance(i, int)], strict=True):
                 unify(axis, outer)

@@ -66,6 +66,8 @@ def find_reads(index: Index, state: fx.Node, exclude: Collection[fx.Node]) -> tu
                 continue
             along = path | {user}
             read = _as_read(index, state, user, along)
+            if read is not None and any(_depends(index, f.node, state) for f in read.q):
+                read = None  # what it reads with is made of the state itself
             if read is not None:
                 read.path = along
                 reads.append(read)
@@ -76,6 +78,20 @@ def find_reads(index: Index, state: fx.Node, exclude: Collection[fx.Node]) -> tu
                 others = True
     reads.sort(key=lambda r: index.order[r.node])
     return reads, others
+
+
+def _depends(index: Index, node: fx.Node, state: fx.Node) -> bool:
+    """Whether a value is computed from a state. Long ways back count as such."""
+    waiting, seen = [node], {node}
+    while waiting:
+        current = waiting.pop()
+        if current is state or len(seen) > 2000:
+            return True
+        for x in current.all_input_nodes:
+            if x not in seen and index.order[x] >= index.order[state]:
+                seen.add(x)
+                waiting.append(x)
+    return False
 
 
 def _as_read(index: Index, state: fx.Node, node: fx.Node, path: frozenset[fx.Node]) -> Read | None:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from lattn_compile.passes.spelled.aten import SHAPE_ONLY, Index, is_snapshot, is_tensor, name_of, widens
-from lattn_compile.passes.spelled.expand import PRODUCTS, SELECTS, VIEWS, Expander, expandable
+from lattn_compile.passes.spelled.expand import PRODUCTS, SELECTS, VIEWS, Expander, expandable, is_zero
 from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, same_size, unify
 from lattn_compile.passes.spelled.proposal import NoMatch
 from lattn_compile.passes.spelled.terms import Expr, Factor, Term, frozenset_of, simplify
@@ -200,7 +200,7 @@ def _only_addition(node: fx.Node) -> fx.Node | None:
 # Roots.
 
 _CONSTANTS = frozenset(
-    f"aten::{name}" for name in "zeros new_zeros zeros_like full new_full full_like ones new_ones ones_like".split()
+    f"aten::{name}" for name in "full new_full full_like ones new_ones ones_like eye arange".split()
 )
 
 
@@ -212,7 +212,7 @@ def roots_of(index: Index, update: fx.Node, states: dict[fx.Node, object]) -> li
         node = waiting.pop()
         operands = [] if node in states and node is not update else _carriers(index, node)
         if not operands:
-            if node is not update:
+            if node is not update and name_of(node) != "aten::eye":  # I - beta k k^T is a matrix, no state
                 found.append(node)
             continue
         for x in operands:
@@ -224,11 +224,11 @@ def roots_of(index: Index, update: fx.Node, states: dict[fx.Node, object]) -> li
         origin = stored_origin(node)
         if origin in states:
             return 0
-        if node.op in ("placeholder", "get_attr") or name_of(node) in _CONSTANTS:
+        if origin.op in ("placeholder", "get_attr") or is_zero(origin):
             return 1
-        if origin.op in ("placeholder", "get_attr") or name_of(origin) in _CONSTANTS:
-            return 2
-        return 4 if _is_outer(index, origin) else 3
+        if name_of(origin) in _CONSTANTS:
+            return 4
+        return 3 if _is_outer(index, origin) else 2
 
     return sorted(dict.fromkeys(found), key=lambda node: (rank(node), index.order[node]))
 
@@ -325,7 +325,7 @@ def match_step(
                 return _classify(expr, index, update, root, path, depth, key_axis, matrices)
             except NeedsMatrix as needed:
                 if needed.node in matrices or needed.node in path or not expandable(needed.node):
-                    best = best or NoMatch("NOT_RANK_ONE", f"{needed.node.name} is no outer product", needed.node)
+                    best = best or NoMatch("NOT_RANK_ONE", f"{needed.node} is no outer product", update)
                     break
                 matrices.add(needed.node)
             except NoMatch as error:

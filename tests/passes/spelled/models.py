@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,18 @@ class Logits(nn.Module):
         return logits
 
 
+class Prefill(nn.Module):
+    """A prompt: logits, and every tensor of the cache it leaves."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:
+        out = self.model(input_ids, use_cache=True)
+        return out.logits, *(x for *_, x in slots(_cache_of(out)))
+
+
 class CachedStep(nn.Module):
     """A call of a causal model on a cache whose tensors are inputs.
 
@@ -74,16 +87,19 @@ class CachedStep(nn.Module):
     def prefill(self, prompt: Tensor) -> tuple[Tensor, ...]:
         """Run `prompt` and keep the cache it leaves as the pattern for later calls."""
         with torch.no_grad():
-            out = self.model(prompt, use_cache=True)
-        self.pattern = getattr(out, "cache", None) or out.past_key_values
-        return tuple(x.detach().clone() for *_, x in _slots(self.pattern))
+            self.pattern = _cache_of(self.model(prompt, use_cache=True))
+        return tuple(x.detach().clone() for *_, x in slots(self.pattern))
 
     def forward(self, input_ids: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         cache = _copy(self.pattern)
-        for (holder, key, _), state in zip(_slots(cache), states, strict=True):
+        for (holder, key, _), state in zip(slots(cache), states, strict=True):
             holder[key] = state
         logits = self.model(input_ids, use_cache=True, **{self.argument: cache}).logits
         return logits, *(x for x in getattr(cache, "linear_cache", []) if isinstance(x, Tensor))
+
+
+def _cache_of(out: Any) -> Any:
+    return out["cache"] if "cache" in out else out.past_key_values
 
 
 def _copy(cache: Any) -> Any:
@@ -96,7 +112,7 @@ def _copy(cache: Any) -> Any:
     return new
 
 
-def _slots(cache: Any) -> list[tuple[Any, Any, Tensor]]:
+def slots(cache: Any) -> list[tuple[Any, Any, Tensor]]:
     """Every tensor of a cache with the dict or list that holds it."""
     holders: list[Any] = [vars(layer) for layer in cache.layers]
     holders += [v for h in holders for v in h.values() if isinstance(v, dict)]
@@ -467,10 +483,25 @@ def without_recurrence() -> dict[str, Callable[[], tuple[nn.Module, tuple[Tensor
     }
 
 
-def renamed(function: Any) -> Any:
-    """A user's own copy of a library function: other object, other code object, same meaning."""
+def with_own_functions(forward: Any) -> Any:
+    """`forward` of a layer, in a module of its own where the library's recurrences are copies: other objects, other
+    code, same meaning."""
+    forward = inspect.unwrap(forward)
+    module = types.ModuleType(f"own_{forward.__module__}")
+    variables = vars(module)
+    variables.update({k: v for k, v in forward.__globals__.items() if k not in variables})
+    names = [n for n in forward.__code__.co_names if n.endswith(("delta_rule", "delta_attention"))]
+    assert names
+    for name in names:
+        variables[name] = _copied(variables[name], variables)
+    sys.modules[module.__name__] = module  # Dynamo looks there for what a frame's variables are
+    return _copied(forward, variables)
+
+
+def _copied(function: Any, variables: dict[str, Any]) -> Any:
     function = inspect.unwrap(function)
-    code = function.__code__.replace(co_name="mine", co_filename="mine.py")
-    copied = types.FunctionType(code, function.__globals__, "mine", function.__defaults__, function.__closure__)
+    copied = types.FunctionType(
+        function.__code__.replace(), variables, function.__name__, function.__defaults__, function.__closure__
+    )
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied

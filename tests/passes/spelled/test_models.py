@@ -29,10 +29,8 @@ BATCH = 2
 PROMPT = 6
 
 # What only the recurrence of a layer needs; the rest is projections, a convolution, norms and gates.
-STATE_PATH = frozenset(
-    "linalg_solve_triangular cumsum triu tril eye ones zeros zeros_like full masked_fill matmul bmm baddbmm einsum "
-    "select select_scatter slice_scatter index_put copy copy_ stack".split()
-)
+STATE_PATH = {"linalg_solve_triangular", "cumsum", "triu", "tril", "eye", "ones", "zeros", "zeros_like", "full"}
+STATE_PATH |= {"masked_fill", "matmul", "bmm", "baddbmm", "einsum", "stack", "select_scatter", "slice_scatter"}
 KINDS = {"qwen3_next": "gdn", "qwen3_5": "gdn", "kimi_linear": "kda"}
 MAMBAS = ("mamba2", "bamba", "falcon_h1", "granitemoehybrid")
 
@@ -66,9 +64,7 @@ class Case:
 
     def layer_nodes(self, program: ExportedProgram, layer: str) -> list[fx.Node]:
         return [
-            n
-            for n in nodes_of(program.graph_module)
-            if n.op == "call_function" and module_path_of(n).startswith(layer)
+            n for n in nodes_of(program.graph_module) if n.op == "call_function" and module_path_of(n).startswith(layer)
         ]
 
 
@@ -194,6 +190,63 @@ def test_a_batch_of_any_size_in_chunk_form() -> None:
         for size in (1, 5):
             want = model(models.ids(size, 9)).logits
             assert (result.module.module()(models.ids(size, 9)) - want).abs().max() < 1e-5
+
+
+@pytest.fixture
+def own_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers call copies of the library's functions, as a user's own model would: no known call."""
+    for name in KINDS:
+        layer = type(_model(name)[0].get_submodule(_model(name)[1][0]))
+        monkeypatch.setattr(layer, "forward", models.with_own_functions(layer.forward))
+    torch._dynamo.reset()
+
+
+def _compile(model: nn.Module) -> Any:
+    return torch.compile(model, backend="lattn_compile", fullgraph=True, options={"policy": "exact"})
+
+
+def _check_compiled(report: Report, name: str, form: str) -> None:
+    assert [s.path for s in report.rewritten] == _model(name)[1] == [s.path for s in report.sites]
+    assert {(s.kind, s.form, s.call) for s in report.sites} == {(KINDS[name], form, None)}
+    assert not report.unmatched
+
+
+@pytest.mark.usefixtures("own_copies")
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_a_compiled_model_with_its_own_copy_of_the_chunk_form_trains(name: str) -> None:
+    """Under Dynamo transformers solves a triangular system where its export substitutes row by row."""
+    model = copy.deepcopy(_model(name)[0]).train()
+    tokens = models.ids(BATCH, 70)
+    model(tokens, labels=tokens).loss.backward()
+    want = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    with recorded() as record:
+        _compile(model)(tokens, labels=tokens).loss.backward()
+        assert record.lattn_ops == len(_model(name)[1])
+        _check_compiled(record.report, name, "chunk")
+    for n, p in model.named_parameters():
+        gradient = want[n]
+        assert gradient is not None and p.grad is not None, n
+        assert (p.grad - gradient).norm() <= 1e-4 * gradient.norm(), n
+
+
+@pytest.mark.usefixtures("own_copies")
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])
+def test_a_compiled_decode_step_with_its_own_copy_of_the_recurrence(name: str) -> None:
+    model, _ = _model(name)
+    step = models.CachedStep(model)
+    step.prefill(models.ids(BATCH, PROMPT))
+    want, got = copy.deepcopy(step.pattern), copy.deepcopy(step.pattern)
+    compiled = _compile(model)
+    with torch.no_grad(), recorded() as record:
+        for i in range(2):
+            token = models.ids(BATCH, 1, seed=i)
+            eager = model(token, use_cache=True, **{step.argument: want}).logits
+            logits = compiled(token, use_cache=True, **{step.argument: got}).logits
+            assert _difference(eager, logits) < 1e-5
+        _check_compiled(record.report, name, "step")
+    for (*_, a), (*_, b) in zip(models.slots(want), models.slots(got), strict=True):
+        assert _difference(a, b) < 1e-5
 
 
 @pytest.mark.parametrize("tokens", [1, 20])

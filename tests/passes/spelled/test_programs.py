@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Layer(nn.Module):
-    """Projections and gates; `mix` is the recurrence. `policy` replaces the loop by the library's op, to compare with."""
+    """Projections and gates; `mix` is the recurrence. With `policy` it is the library's op instead, to compare with."""
 
     def __init__(self, decay: int) -> None:
         super().__init__()
@@ -345,13 +345,37 @@ class Builtins(nn.Module):
 
 
 def test_inputs_may_be_called_as_they_like() -> None:
-    program = torch.export.export(model(cls=Builtins), inputs())
+    named = dict(zip(("input", "sum", "max"), inputs(), strict=True))
+    program = torch.export.export(model(cls=Builtins), (), named)
     result = lc.rewrite(program, "exact")
     assert found(result.report) == SITES
-    module = result.module.module()
-    assert worst_error(module(*inputs()), model()(*inputs())) < 1e-5
+    assert worst_error(result.module.module()(**named), model()(*inputs())) < 1e-5
+    assert worst_error(lc.rewrite(result.module, "exact").module.module()(**named), model()(*inputs())) < 1e-5
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_module_of_a_program_is_rewritten_too(dynamic: bool) -> None:
+    """torch puts a call that checks the inputs at its head."""
+    program = exported(dynamic=dynamic)
+    result = lc.rewrite(program.module(), "exact")
+    assert found(result.report) == SITES
+    assert [s.path for s in result.report.sites] == ["gdn", "kda"]
+    assert not result.report.unmatched
+    assert worst_error(step(result.module, dict(result.module.named_parameters()), inputs()), eager()) < 1e-5
     ids, S, R = inputs()
-    assert worst_error(module(input=ids, sum=S, max=R), model()(ids, S, R)) < 1e-5
+    for module in (program.module(), result.module):
+        with pytest.raises(AssertionError, match="Guard failed"):
+            module(ids, S[:, :1], R)
+
+
+@pytest.mark.parametrize("path", ["kda", "gdn.out", "norm"])
+def test_an_unflattened_program_computes_the_same(path: str) -> None:
+    """`preserve_module_call_signature` names nodes of the graph, which a rewrite replaces."""
+    program = torch.export.export(model(), inputs(), preserve_module_call_signature=(path,))
+    result = lc.rewrite(program, "exact")
+    assert found(result.report) == SITES
+    for module in (result.module.module(), torch.export.unflatten(result.module)):
+        assert worst_error(module(*inputs()), model()(*inputs())) < 1e-5
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -559,6 +583,35 @@ def test_the_backend_finds_it_in_a_full_graph(dynamic: bool | None) -> None:
             assert worst_error(got, eager("int8", batch)) < 1e-5
     assert len(record.graphs) == {False: 3, True: 1, None: 2}[dynamic]
     assert {c.op for c in record.calls} == {"lattn::decode"}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("policy", ["exact", "int8"])
+@pytest.mark.parametrize("own", [True, False], ids=["buffers", "arguments"])
+def test_states_that_a_compiled_module_writes_to_are_written_to(own: bool, policy: str) -> None:
+    written, plain = (model(p, Stateful) for p in (None, None if policy == "exact" else policy))
+    ids = inputs()[0]
+
+    def run(module: nn.Module, call: Callable[..., Any]) -> list[Tensor]:
+        out = call(ids) if own else call(ids, module.S, module.R)
+        return [out, module.S, module.R]
+
+    def forward(ids: Tensor, S: Tensor, R: Tensor) -> Tensor:
+        logits, new, other = written.model(ids, S, R)
+        S.copy_(new)
+        R[:] = other
+        return logits
+
+    with recorded() as record, torch.no_grad():
+        compiled = torch.compile(
+            written if own else forward, backend="lattn_compile", fullgraph=True, options={"policy": policy}
+        )
+        for _ in range(3):
+            want = [plain(ids), plain.S, plain.R]
+            assert worst_error(run(written, compiled), want) < 1e-5
+        assert len(record.graphs) == 1
+        assert found(record.report) == SITES
+    assert plain.S.any()
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
