@@ -55,7 +55,7 @@ def _rewrite(target: fx.GraphModule | ExportedProgram, recipe: Recipe | None, re
     passes.run(context)
     module: Any = context.module
     if isinstance(target, ExportedProgram):
-        module = with_graph(target, module)
+        module = with_graph(target, module, renamed=bool(context.proposals))
     for text in context.warnings:
         warnings.warn(text, LattnWarning, stacklevel=3)
     report = report_of(context)

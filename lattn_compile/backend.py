@@ -74,7 +74,9 @@ def _compile(
     training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
     left_alone, refused = _take_left_alone()
     context = PassContext(gm, recipe, training, left_alone, refused, verify=bool(options.get("verify", True)))
-    passes.run(context)
+    # Tensors of our own tracing and checking are none of those that a checkpoint or an offloading around us counts.
+    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        passes.run(context)
     gm = context.module
     if any(s.recipe is None for s in context.sites):
         note_compile_without_recipe()
@@ -93,6 +95,10 @@ def _compile(
     _SECONDS += report.seconds
     log.info("%s", report.summary())
     return compiled
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _without_phase(compiled: Callable[..., Any]) -> Callable[..., Any]:

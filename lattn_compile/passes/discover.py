@@ -19,7 +19,7 @@ from lattn_compile.passes.normalize import functional_copy
 from lattn_compile.passes.spelled.aten import widens
 from lattn_compile.passes.spelled.proposal import NearMiss, Proposal, withdraw
 from lattn_compile.passes.spelled.ranges import interval
-from lattn_compile.passes.spelled.search import in_one_section, region_of, search
+from lattn_compile.passes.spelled.search import region_of, search, sections_of
 from lattn_compile.passes.spelled.verify import verify
 from lattn_compile.passes.spelled.writer import value
 from lattn_compile.recurrence import classify
@@ -40,9 +40,13 @@ def run(context: PassContext) -> None:
         context.warnings.append(context.unsearched[-1][1].text)
         return
     context.misses += found.misses
+    sections: dict[fx.Graph, dict[fx.Node, int]] = {}
     for proposal in found.proposals:
         _allow_growth(proposal)
-        if (miss := _confirm(proposal, context)) is None:
+        graph = proposal.op.graph
+        if graph not in sections:
+            sections[graph] = sections_of(graph)
+        if (miss := _confirm(proposal, context, sections[graph])) is None:
             _describe(proposal)
             context.proposals[proposal.op] = proposal
         else:
@@ -59,9 +63,9 @@ def _allow_growth(proposal: Proposal) -> None:
         proposal.op.kwargs = {**proposal.op.kwargs, "growth": True}
 
 
-def _confirm(proposal: Proposal, context: PassContext) -> NearMiss | None:
+def _confirm(proposal: Proposal, context: PassContext, sections: dict[fx.Node, int]) -> NearMiss | None:
     """The self-check; what came of it goes into the evidence."""
-    if not in_one_section(proposal):
+    if len({sections[n] for n in (*region_of(proposal), proposal.op)}) > 1:
         return NearMiss(proposal.anchor, "its nodes stand in different grad modes", reason("GRAD_MODE"))
     if proposal.form == "chunk" and (low := _low_precision(proposal)) is not None:
         detail = f"{low.name} is {value(low).dtype}"

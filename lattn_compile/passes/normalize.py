@@ -12,6 +12,7 @@ region that autograd or the compiler treats as a unit stays one node of the copy
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
@@ -121,7 +122,10 @@ def functional_copy(module: fx.GraphModule) -> FunctionalCopy:
         bodies of regions may still be functional, and `.refused` says why.
     """
     work = _Copier()
-    made = work.copy_of(module, "")
+    bare = _without_guards(module)
+    made = work.copy_of(bare or module, "")
+    if bare is not None:
+        _restore_guards(module, made.module)
     return FunctionalCopy(made.module, work.graphs, work.refused)
 
 
@@ -205,6 +209,31 @@ class _Copier:
                 bodies[id(body)] = made.module
         copied = copy_graph_module(module, bodies)
         return _Made(copied, False, any(_may_write(n) for g in _graphs_in(copied) for n in g.nodes), True)
+
+
+def _guards_of(module: fx.GraphModule) -> list[fx.Node]:
+    """Calls of the module with which `ExportedProgram.module()` checks its inputs. They return nothing."""
+    return [n for n in module.graph.nodes if n.op == "call_module" and n.target == "_guards_fn" and not n.users]
+
+
+def _without_guards(module: fx.GraphModule) -> fx.GraphModule | None:
+    """A copy without the checks of inputs, None if there are none."""
+    if not _guards_of(module):
+        return None
+    bare = copy_graph_module(module, {})
+    for node in _guards_of(bare):
+        bare.graph.erase_node(node)
+    return bare
+
+
+def _restore_guards(module: fx.GraphModule, made: fx.GraphModule) -> None:
+    inputs = {n.target: n for n in made.graph.nodes if n.op == "placeholder"}
+    for node in _guards_of(module):
+        made.add_submodule(str(node.target), module.get_submodule(str(node.target)))
+        args = fx.map_arg(node.args, lambda n: inputs[n.target])
+        with made.graph.inserting_after(list(inputs.values())[-1]):
+            made.graph.call_module(str(node.target), args)
+    made.recompile()
 
 
 def _kind(node: fx.Node) -> str:
@@ -388,7 +417,8 @@ def _tidy(trace: Trace) -> None:
 
 
 def _stays(node: fx.Node) -> bool:
-    return node.is_impure() or isinstance(node.target, torch._ops.HigherOrderOperator)
+    checks = isinstance(node.target, torch._ops.OpOverload) and "assert" in node.target._schema.name
+    return checks or node.is_impure() or isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _says_nothing(node: fx.Node) -> bool:
@@ -447,16 +477,22 @@ def copy_graph_module(module: fx.GraphModule, bodies: Mapping[int, fx.GraphModul
     return copied(module)
 
 
-def with_graph(program: ExportedProgram, graph_module: fx.GraphModule) -> ExportedProgram:
+def with_graph(program: ExportedProgram, graph_module: fx.GraphModule, *, renamed: bool = False) -> ExportedProgram:
     """`program` with another graph of the same inputs and as many outputs; its signature names the new output nodes.
 
+    Args:
+        renamed: whether nodes inside are called otherwise than before; signatures of inner modules, which name them,
+            are then dropped.
     Raises:
         ValueError: inputs or number of outputs differ.
     """
     signature = copy.deepcopy(program.graph_signature)
-    names = [n.name for n in graph_module.graph.nodes if n.op == "placeholder"]
-    if names != [n.name for n in program.graph.nodes if n.op == "placeholder"]:
-        raise ValueError(f"inputs of the graph changed: {names}")
+    inputs = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
+    before = [n for n in program.graph.nodes if n.op == "placeholder"]
+    if [n.target for n in inputs] != [n.target for n in before]:
+        raise ValueError(f"inputs of the graph changed: {[n.target for n in inputs]}")
+    for node, old in zip(inputs, before, strict=True):
+        node.name = old.name  # a copy renames those that are called like a builtin
     output = next(n for n in reversed(graph_module.graph.nodes) if n.op == "output")
     outputs: Any = output.args[0]
     if len(outputs) != len(signature.output_specs):
@@ -470,7 +506,10 @@ def with_graph(program: ExportedProgram, graph_module: fx.GraphModule) -> Export
         graph_signature=signature,
         state_dict=program.state_dict,
         range_constraints=copy.deepcopy(program.range_constraints),
-        module_call_graph=program.module_call_graph,
+        module_call_graph=[
+            dataclasses.replace(entry, signature=None) if renamed and entry.fqn else entry
+            for entry in program.module_call_graph
+        ],
         example_inputs=program.example_inputs,
         constants=program.constants,
         verifiers=program.verifiers,

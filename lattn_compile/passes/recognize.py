@@ -23,9 +23,10 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 def run(context: PassContext) -> None:
     counts: dict[tuple[str, str], int] = {}
     shared = _callers(context.module)
+    in_loops = {p.step.op for p in context.proposals.values() if p.step is not None}
     for node in nodes_of(context.module):
         overload = overload_of(node)
-        if overload is None or overload._schema.name not in _OPS:
+        if overload is None or overload._schema.name not in _OPS or node in in_loops:
             continue
         site = _site(node, overload)
         if (proposal := context.proposals.get(node)) is not None:

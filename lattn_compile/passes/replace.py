@@ -18,14 +18,10 @@ from lattn_compile.policy import Exact
 
 
 def run(context: PassContext) -> None:
+    _settle(context.sites)
     for number, site in enumerate(context.sites):
         if site.policy is None or site.reason is not None:
-            if site.proposal is not None:
-                withdraw(site.proposal)
-                site.node = site.proposal.anchor
             continue  # exactly as it was
-        if site.proposal is not None:
-            commit(site.proposal)
         target, options = _choose(site)
         site.node = _write(site, target, options, number, context.training)
     graphs = {site.node.graph for site in context.sites if site.proposal is not None}
@@ -33,6 +29,24 @@ def run(context: PassContext) -> None:
         if graph_module.graph in graphs:
             tidy(graph_module, [s.node for s in context.sites if s.node.graph is graph_module.graph])
         graph_module.recompile()
+
+
+def _settle(sites: list[SiteNode]) -> None:
+    """Spelled-out recurrences: their ops are put in use, or taken away where the spelling stays.
+
+    One site's output may be another's argument, so all are settled before any op is written.
+    """
+    replaced: dict[fx.Node, fx.Node] = {}
+    for site in sites:
+        if site.proposal is None:
+            continue
+        if site.policy is None or site.reason is not None:
+            withdraw(site.proposal)
+            site.node = site.proposal.anchor
+        else:
+            replaced.update(commit(site.proposal))
+    for site in sites:
+        site.arguments = {k: replaced.get(v, v) if isinstance(v, fx.Node) else v for k, v in site.arguments.items()}
 
 
 def _choose(site: SiteNode) -> tuple[Any, dict[str, Any]]:

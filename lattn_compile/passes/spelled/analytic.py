@@ -32,6 +32,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 _ANALYTIC = _words("""
+    bitwise_not logical_not bitwise_and logical_and bitwise_or logical_or
     add sub rsub mul multiply div divide true_divide neg reciprocal exp exp2 expm1 log log1p log2 sigmoid log_sigmoid
     log_sigmoid_forward softplus silu tanh pow square sqrt rsqrt erf sin cos logaddexp logsumexp softmax log_softmax
     mm bmm matmul einsum addmm baddbmm addbmm addmv mv dot vdot outer ger inner linear sum mean cumsum cumprod prod
@@ -147,7 +148,8 @@ def _branches(node: fx.Node, name: str, tainted: set[fx.Node]) -> str | None:
         schema = node.target._schema.arguments  # type: ignore[union-attr]
         at = _CHOICES[name]
         chosen = given.get(schema[at].name) if at < len(schema) else None
-        if any(isinstance(n, fx.Node) and n in tainted for n in tree_leaves(chosen)):
+        # A boolean input is drawn from both values, and no boolean is made of other data: see below.
+        if any(isinstance(n, fx.Node) and n in tainted and not _boolean(n) for n in tree_leaves(chosen)):
             return f"{name} chooses by data"
     if name == "softplus" and given.get("threshold", _SOFTPLUS_THRESHOLD) < _SOFTPLUS_THRESHOLD:
         return f"softplus with the threshold {given['threshold']} has two branches"
@@ -160,6 +162,10 @@ def _branches(node: fx.Node, name: str, tainted: set[fx.Node]) -> str | None:
     if name == "pad" and given.get("mode", "constant") != "constant":
         return f"pad with mode={given['mode']!r}"
     return None
+
+
+def _boolean(node: fx.Node) -> bool:
+    return all(t.dtype == torch.bool for t in tensors(value(node)))
 
 
 def _vet_lattn(node: fx.Node, name: str, tainted: set[fx.Node]) -> None:

@@ -14,6 +14,7 @@ from torch import fx
 
 from lattn_compile.passes.spelled.aten import Index, arguments, name_of
 from lattn_compile.passes.spelled.labels import constant_size, is_one
+from lattn_compile.passes.spelled.step import is_view
 from lattn_compile.passes.spelled.writer import Writer, value
 
 __all__ = ["canonicalize"]
@@ -43,6 +44,7 @@ def canonicalize(gm: fx.GraphModule) -> None:
 
 def _drop_identities(graph: fx.Graph) -> None:
     """x * 1, x / 1, x + 0, x - 0 of the same shape and dtype are x."""
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
     neutral = {"aten::mul": 1, "aten::div": 1, "aten::add": 0, "aten::sub": 0}
     for node in list(graph.nodes):
         name = name_of(node)
@@ -51,9 +53,18 @@ def _drop_identities(graph: fx.Graph) -> None:
         x, other = node.args
         if isinstance(x, fx.Node) and type(other) in (int, float) and other == neutral[name]:
             a, b = value(x), value(node)
-            if isinstance(a, torch.Tensor) and a.dtype == b.dtype and x.op == "call_function":
+            if isinstance(a, torch.Tensor) and a.dtype == b.dtype and _fresh(x) and output not in node.users:
                 node.replace_all_uses_with(x)
                 graph.erase_node(node)
+
+
+def _fresh(x: fx.Node) -> bool:
+    """Whether a value has memory of its own: a product with 1 of an input is a copy of it, which may matter."""
+    while x.op == "call_function" and (is_view(x) or name_of(x) in ("aten::select", "aten::slice", "getitem")):
+        if not isinstance(x.args[0], fx.Node):
+            break
+        x = x.args[0]
+    return x.op == "call_function"
 
 
 def _merge(graph: fx.Graph) -> None:

@@ -117,7 +117,8 @@ def _match_all(
             if first is not None:
                 if stored_origin(first[0]) not in missed:
                     pending.append((ladder, *first))
-                missed[ladder[0]] = first
+                if _is_source(first[0], {**missed, **steps}):
+                    missed[ladder[0]] = first
     misses = []
     for ladder, root, miss in pending:
         if ladder[-1] not in inside and _worth_telling(index, ladder, root, steps, miss):
@@ -214,6 +215,8 @@ def _cut(
     first, last = run[0], run[-1]
     fate = fate_of(index, last.update, ())
     more = len(_followers_of(children, last)) > 1
+    if is_zero(stored_origin(first.root)):
+        first.decay_terms = [Product()]  # there is nothing to decay
     head = _from_nothing(index, first)
     if len(run) == 1 and not source and head is None:
         raise NoMatch("NOT_A_STATE", "the updated tensor is computed in the graph", first.root)
@@ -227,6 +230,8 @@ def _cut(
         mine = _along_key(head, found)
         reads[head.update] = (mine, others or len(mine) != len(found))
         run = [head, *run]
+        if len(run) == 2 and first.rule == "additive" and first.decay == "none" and not mine:
+            raise NoMatch("NOT_A_STATE", "a sum of two outer products", first.root)
     pieces: list[list[Link]] = [[]]
     dtype = _rounding(index, run)
     for i, step in enumerate(run):
@@ -394,7 +399,8 @@ def _from_nothing(index: Index, first: Step) -> Step | None:
             continue
         except (NoMatch, ValueError):
             return None
-        if not parts.key or not parts.column:
+        free = set(expr.free())
+        if not parts.key or not parts.column or write.labels() - free:
             return None
         return Step(
             update=origin,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import fx
 
 from lattn_compile.passes.spelled.aten import Index
@@ -42,7 +43,7 @@ def frontier_of(index: Index, proposal: Proposal, needed: Iterable[fx.Node]) -> 
             raise NoMatch("TOO_MANY_TERMS", "the region between the inputs and the outputs is too large", node)
         ends = node.op != "call_function" and node.op != "get_attr"
         # Above the oldest value that the new nodes read, nothing can lead to one of them.
-        if (node in read and not index.repeated(node)) or ends or (node in given and index.order[node] < oldest):
+        if (node in read and not index.repeated(node)) or ends or _is_random(node) or (node in given and index.order[node] < oldest):
             frontier[node] = None
         else:
             waiting.extend(node.all_input_nodes)
@@ -89,7 +90,12 @@ def _independent(index: Index, frontier: Iterable[fx.Node]) -> list[fx.Node]:
         return above[node]
 
     # Only constants may join a value of the frontier on its way; else the value itself is the better input.
-    return [n for n in kept if not (depends(n) and _closed(index, n, kept))]
+    return [n for n in kept if _is_random(n) or not (depends(n) and _closed(index, n, kept))]
+
+
+def _is_random(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _closed(index: Index, node: fx.Node, kept: set[fx.Node]) -> bool:
@@ -100,7 +106,7 @@ def _closed(index: Index, node: fx.Node, kept: set[fx.Node]) -> bool:
         if current in kept or current in seen:
             continue
         seen.add(current)
-        if current.op != "call_function" and current.op != "get_attr" or len(seen) > 500:
+        if (current.op not in ("call_function", "get_attr")) or _is_random(current) or len(seen) > 500:
             return False
         waiting.extend(current.all_input_nodes)
     return True

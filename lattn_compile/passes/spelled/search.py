@@ -18,9 +18,9 @@ from lattn_compile.passes.spelled.lift import as_before
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal
 from lattn_compile.passes.spelled.scan import is_scan, is_while_loop, rewrite_scan, rewrite_while_loop
 from lattn_compile.passes.spelled.stacks import simplify_stacks
-from lattn_compile.passes.spelled.writer import Writer
+from lattn_compile.passes.spelled.writer import Writer, value
 
-__all__ = ["Found", "commit", "find", "in_one_section", "region_of", "search", "tidy"]
+__all__ = ["Found", "commit", "find", "region_of", "search", "sections_of", "tidy"]
 
 
 @dataclass
@@ -163,26 +163,31 @@ def region_of(proposal: Proposal) -> list[fx.Node]:
         if node not in seen:
             seen.add(node)
             waiting.extend(x for x in node.all_input_nodes if x not in frontier and x.op == "call_function")
-    return [n for n in proposal.anchor.graph.nodes if n in seen and n not in inserted]
+    return [n for n in sorted(seen - inserted)]
 
 
-def in_one_section(proposal: Proposal) -> bool:
-    """Whether old and new nodes stand between the same two switches of the grad mode."""
-    index = Index(proposal.op.graph)
-    return len({index.section[n] for n in (*region_of(proposal), proposal.op)}) == 1
+def sections_of(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The sections that switches of the grad mode cut a graph into."""
+    return Index(graph).section
 
 
-def commit(proposal: Proposal) -> None:
-    """Put the replacement in use. The old nodes stay, for `tidy` to take away what nothing needs.
+def commit(proposal: Proposal) -> dict[fx.Node, fx.Node]:
+    """Put the replacement in use: what stands for what. The old nodes stay, for `tidy` to take away.
 
     What leaves the graph keeps the strides it had: a cache of others would be compiled for anew.
     """
+    done: dict[fx.Node, fx.Node] = {}
     for old, new in zip(proposal.old, proposal.new, strict=True):
         if any(u.op == "output" or name_of(u) == "aten::copy_" for u in old.users):
             w = Writer(new.next, new)
             new = as_before(w, new, old) or new
             proposal.inserted += w.inserted
+        before, after = value(old), value(new)
+        if before.requires_grad and not after.requires_grad:
+            after.requires_grad_(True)  # which the region that a body belongs to asks its outputs for
         old.replace_all_uses_with(new)
+        done[old] = new
+    return done
 
 
 def tidy(gm: fx.GraphModule, ops: list[fx.Node]) -> None:
@@ -203,5 +208,5 @@ def _has_effect(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         # A random op that nobody uses still moves the generator.
-        return target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+        return target._schema.is_mutable or "assert" in target._schema.name or torch.Tag.nondeterministic_seeded in target.tags
     return isinstance(target, torch._ops.HigherOrderOperator) or bool(node.is_impure())

@@ -434,6 +434,10 @@ def _classify(
     if not writes:
         raise NoMatch("NO_WRITE", "nothing is written to the state", update)
 
+    for term in writes:
+        summed = term.labels() - set(free)
+        if sum(bool(summed & set(f.labels()) and set(f.labels()) & set(free)) for f in term.factors) > 1:
+            raise NoMatch("NOT_RANK_ONE", "what is written is a sum of outer products", update)
     key, renames = _key_labels(expr, erases, order, root, update, key_axis, decays)
     decay_terms = [Product(t.coefficient, _without(t, root)) for t in decays]
     if len(decay_terms) > 1:

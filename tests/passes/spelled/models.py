@@ -99,7 +99,7 @@ class CachedStep(nn.Module):
 
 
 def _cache_of(out: Any) -> Any:
-    return out["cache"] if "cache" in out else out.past_key_values
+    return getattr(out, "cache", None) or out.past_key_values
 
 
 def _copy(cache: Any) -> Any:

@@ -86,21 +86,14 @@ def _model(name: str) -> tuple[nn.Module, list[str]]:
 
 
 @functools.cache
-def _forward(name: str, tokens: int) -> Case:
+def _case(name: str, call: str, tokens: int) -> Case:
+    """`call`: "forward" over tokens without a cache, "prefill" that returns one, or "cached" tokens that follow one."""
     model, layers = _model(name)
-    return Case(models.Logits(model), (models.ids(BATCH, tokens),), layers)
-
-
-@functools.cache
-def _step(name: str) -> Case:
-    model, layers = _model(name)
-    step = models.CachedStep(model)
-    states = step.prefill(models.ids(BATCH, PROMPT))
-    return Case(step, (models.ids(BATCH, 1, seed=2), *states), layers)
-
-
-def _case(name: str, tokens: int) -> Case:
-    return _step(name) if tokens == 1 else _forward(name, tokens)
+    ids = models.ids(BATCH, tokens, seed=2)
+    if call == "cached":
+        step = models.CachedStep(model)
+        return Case(step, (ids, *step.prefill(models.ids(BATCH, PROMPT))), layers)
+    return Case(models.Logits(model) if call == "forward" else models.Prefill(model), (ids,), layers)
 
 
 def _check_every_layer_is_rewritten(case: Case, kind: str, form: str) -> None:
@@ -115,13 +108,14 @@ def _check_every_layer_is_rewritten(case: Case, kind: str, form: str) -> None:
         assert sum("lattn." in str(n.target) for n in after) == 1
 
 
-HF_CASES = [("qwen3_next", t) for t in (1, 5, 70, 128)] + [("qwen3_5", 1), ("qwen3_5", 70), ("kimi_linear", 1)]
-HF_CASES += [("kimi_linear", 5), ("kimi_linear", 128)]
+CALLS = [("forward", 5), ("forward", 70), ("forward", 128), ("cached", 1), ("cached", 5)]
+HF_CASES = [("qwen3_next", *c) for c in CALLS] + [("qwen3_5", "prefill", 70), ("qwen3_5", "cached", 1)]
+HF_CASES += [("kimi_linear", *c) for c in (("forward", 5), ("prefill", 128), ("cached", 1))]
 
 
-@pytest.mark.parametrize(("name", "tokens"), HF_CASES)
-def test_an_exported_delta_rule_model_keeps_nothing_of_the_state_path(name: str, tokens: int) -> None:
-    case = _case(name, tokens)
+@pytest.mark.parametrize(("name", "call", "tokens"), HF_CASES)
+def test_an_exported_delta_rule_model_keeps_nothing_of_the_state_path(name: str, call: str, tokens: int) -> None:
+    case = _case(name, call, tokens)
     _check_every_layer_is_rewritten(case, KINDS[name], "step" if tokens == 1 else "chunk")
     for layer in case.layers:
         before, after = (case.layer_nodes(p, layer) for p in (case.program, case.result.module))
@@ -133,7 +127,7 @@ def test_an_exported_delta_rule_model_keeps_nothing_of_the_state_path(name: str,
 
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
 def test_a_rewritten_program_trains(name: str) -> None:
-    case = _forward(name, 5)
+    case = _case(name, "forward", 5)
     eager, rewritten = copy.deepcopy(case.module), case.result.module.module()
     for model in (eager, rewritten):
         model.zero_grad()
@@ -147,7 +141,7 @@ def test_a_rewritten_program_trains(name: str) -> None:
 
 
 def test_a_policy_reaches_an_exported_decode_step() -> None:
-    case = _step("qwen3_next")
+    case = _case("qwen3_next", "cached", 1)
     result = lc.rewrite(case.program, "int8")
     assert [s.path for s in result.report.rewritten] == case.layers
     exact, rounded = case.fresh(), case.fresh()
@@ -249,19 +243,19 @@ def test_a_compiled_decode_step_with_its_own_copy_of_the_recurrence(name: str) -
         assert _difference(a, b) < 1e-5
 
 
-@pytest.mark.parametrize("tokens", [1, 20])
 @pytest.mark.parametrize("name", MAMBAS)
-def test_mamba_2_is_an_additive_recurrence_with_a_decay_a_head(name: str, tokens: int) -> None:
-    _check_every_layer_is_rewritten(_case(name, tokens), "retention", "step" if tokens == 1 else "chunk")
+@pytest.mark.parametrize(("call", "tokens"), [("forward", 20), ("prefill", 20), ("cached", 1), ("cached", 5)])
+def test_mamba_2_is_an_additive_recurrence_with_a_decay_a_head(name: str, call: str, tokens: int) -> None:
+    _check_every_layer_is_rewritten(_case(name, call, tokens), "retention", "step" if tokens == 1 else "chunk")
 
 
 def test_a_decode_step_of_lightning_attention() -> None:
-    _check_every_layer_is_rewritten(_step("minimax"), "retention", "step")
+    _check_every_layer_is_rewritten(_case("minimax", "cached", 1), "retention", "step")
 
 
 def test_lightning_attention_whose_decay_is_a_table_is_left_with_a_reason() -> None:
     """Its decay stands in four buffers. That they are powers of one number is in their values, not in the graph."""
-    case = _forward("minimax", 20)
+    case = _case("minimax", "prefill", 20)
     assert case.error == 0
     assert not case.report.sites
     assert [(u.path, u.reason.code) for u in case.report.unmatched] == [(n, "CHUNK_DECAY_INPUTS") for n in case.layers]
@@ -292,7 +286,7 @@ def _retention(layer: type[models.Retention], tokens: int) -> Case:
 
 def test_a_selective_scan_with_a_decay_a_value_channel_is_left_with_a_reason() -> None:
     """Mamba 1: each channel decays on its own, which no op here says."""
-    case = _step("mamba")
+    case = _case("mamba", "cached", 1)
     assert case.error == 0 and not case.report.sites
     assert {u.reason.code for u in case.report.unmatched} == {"DECAY_AXIS"}
     assert {u.path for u in case.report.unmatched} == {"model.backbone.layers.0.mixer"}
