@@ -319,6 +319,11 @@ REASONS: dict[str, Reason] = {
             remedy="This is a fault of lattn_compile; report it with the traceback in the log.",
         ),
         Reason(
+            code="NOT_READ",
+            text="a state is updated token by token and never read with a query",
+            remedy="Nothing to do, unless its outputs are meant to be o = S^T q.",
+        ),
+        Reason(
             code="GRAD_MODE",
             text="the recurrence runs partly under no_grad",
             remedy="Put all of it inside or outside of the no_grad region.",

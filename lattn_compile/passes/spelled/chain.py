@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import SHAPE_ONLY, Index, name_of, widens
+from lattn_compile.passes.spelled.aten import SHAPE_ONLY, Index, is_snapshot, name_of, widens
 from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander, is_zero
 from lattn_compile.passes.spelled.labels import flat, unify
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch
@@ -80,6 +80,8 @@ def find_chains(index: Index, taken: set[fx.Node]) -> tuple[list[Chain], list[Ne
         except NoMatch as error:
             root = run[0].root
             refused |= {n for s in run for n in s.path}
+            if error.code == "NOT_A_STATE":
+                continue
             if _is_source(root, steps):
                 misses.append(error.at(run[-1].update, steps=len(run)))
             elif _lowest(root) != value(run[0].update).dtype and any(
@@ -150,7 +152,7 @@ _PICKS = frozenset(["aten::select", "aten::slice", "aten::index_select", "aten::
 def _is_source(root: fx.Node, steps: dict[fx.Node, Step]) -> bool:
     """Whether a state may begin here: an input, a constant, or an earlier state."""
     origin = stored_origin(root)
-    while name_of(origin) in _PICKS:
+    while name_of(origin) in _PICKS or is_snapshot(origin):
         first = origin.args[0]
         if not isinstance(first, fx.Node):
             break
@@ -225,6 +227,9 @@ def _cut(
             raise NoMatch("STATE_OP", f"the new state goes on through {name_of(fate.blocked)}", fate.blocked)
         raise NoMatch("NOT_CARRIED", "the updated tensor is neither kept nor updated again", last.update)
     _refuse_late_reads(index, run, reads)
+    if not any(reads[step.update][0] for step in run):
+        # Of one step alone that is nothing to tell: a moving average of outer products, as of an optimizer.
+        raise NoMatch("NOT_READ" if len(run) > 1 else "NOT_A_STATE", "nothing reads the state", last.update)
     if head is not None:
         found, others = find_reads(index, head.update, first.path)
         mine = _along_key(head, found)

@@ -13,6 +13,7 @@ from lattn_compile.passes.spelled.proposal import NoMatch, Proposal
 __all__ = ["frontier_of"]
 
 _MAX_REGION = 20_000
+_NEAR = 200
 
 
 def frontier_of(index: Index, proposal: Proposal, needed: Iterable[fx.Node]) -> list[fx.Node]:
@@ -33,7 +34,7 @@ def frontier_of(index: Index, proposal: Proposal, needed: Iterable[fx.Node]) -> 
     frontier: dict[fx.Node, None] = {}
     waiting = list(proposal.old)
     seen: set[fx.Node] = set()
-    oldest = min((index.order[n] for n in read), default=0)
+    leads = _Leads(index, read)
     while waiting:
         node = waiting.pop()
         if node in seen:
@@ -41,14 +42,35 @@ def frontier_of(index: Index, proposal: Proposal, needed: Iterable[fx.Node]) -> 
         seen.add(node)
         if len(seen) > _MAX_REGION:
             raise NoMatch("TOO_MANY_TERMS", "the region between the inputs and the outputs is too large", node)
-        ends = node.op != "call_function" and node.op != "get_attr"
-        # Above the oldest value that the new nodes read, nothing can lead to one of them.
-        if (node in read and not index.repeated(node)) or ends or _is_random(node) or (node in given and index.order[node] < oldest):
+        ends = node.op not in ("call_function", "get_attr") or _is_random(node)
+        taken = node in given and not index.repeated(node) and not leads.to(node)
+        if (node in read and not index.repeated(node)) or ends or taken:
             frontier[node] = None
         else:
             waiting.extend(node.all_input_nodes)
     frontier.update(dict.fromkeys(_drawable(index, read)))
     return sorted(_independent(index, frontier), key=index.order.__getitem__)
+
+
+class _Leads:
+    """Which values some of the values that the new nodes read are computed into, near by."""
+
+    def __init__(self, index: Index, read: set[fx.Node]) -> None:
+        self.index, self.read = index, read
+        self.known: dict[fx.Node, bool] = {}
+
+    def to(self, node: fx.Node) -> bool:
+        """Whether `node` is computed from one of them, a few calls back. Further up, it is an input of its own."""
+        if node not in self.known:
+            waiting, seen, found = [node], {node}, False
+            while waiting and not found and len(seen) < _NEAR:
+                for x in waiting.pop().all_input_nodes:
+                    found = found or x in self.read
+                    if x not in seen:
+                        seen.add(x)
+                        waiting.append(x)
+            self.known[node] = found
+        return self.known[node]
 
 
 def _drawable(index: Index, nodes: Iterable[fx.Node]) -> list[fx.Node]:
