@@ -9,6 +9,7 @@ to be installed.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import types
 from typing import TYPE_CHECKING, Any
@@ -140,3 +141,31 @@ if TYPE_CHECKING:
     )
     from lattn_compile.report import Report, Site
     from lattn_compile.state import EncodedState, ReplayState, decode_state, encode_state
+
+
+class _WhenTorchComes:
+    """Registers the `lattn::` ops as soon as torch has been imported, so that a saved program that holds them loads.
+
+    Importing torch here would make a bare import of this package, and the command line's help, take seconds.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                run(module)
+                importlib.import_module("lattn_compile.ops")
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if "torch" in sys.modules:
+    importlib.import_module("lattn_compile.ops")
+else:
+    sys.meta_path.insert(0, _WhenTorchComes())

@@ -67,10 +67,6 @@ u = beta * (v - torch.einsum("bhkv,bhk->bhv", S, k))                # reads the 
 S = decay * S + k[..., :, None] * u[..., None, :]""",
     "DECAY_AXIS": """\
 S = torch.sigmoid(v)[..., None, :] * S + k[..., :, None] * v[..., None, :]""",
-    "DECAY_FORM": """\
-S = decay * S + 0.1 * torch.sigmoid(beta)[..., None] * S
-u = beta * (v - torch.einsum("bhkv,bhk->bhv", S, k))
-S = S + k[..., :, None] * u[..., None, :]""",
     "DECAY_RANGE": """\
 S = a[..., None, None] * S + k[..., :, None] * v[..., None, :]      # a [B, H], an input of the graph""",
     "READ_BEFORE_WRITE": """\

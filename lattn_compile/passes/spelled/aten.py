@@ -125,7 +125,9 @@ class Index:
         """Axes along which a tensor holds the same values again and again, as far as expands tell."""
         if node not in self._repeated:
             self._repeated[node] = frozenset()  # until known: bounds the recursion
-            self._repeated[node] = self._find_repeated(node)
+            found = self._find_repeated(node)
+            shape = value(node).shape if found else ()
+            self._repeated[node] = frozenset(i for i in found if not _one(shape[i]))
         return self._repeated[node]
 
     def _find_repeated(self, node: fx.Node) -> frozenset[int]:

@@ -229,7 +229,8 @@ def _cut(
     _refuse_late_reads(index, run, reads)
     if not any(reads[step.update][0] for step in run):
         # Of one step alone that is nothing to tell: a moving average of outer products, as of an optimizer.
-        raise NoMatch("NOT_READ" if len(run) > 1 else "NOT_A_STATE", "nothing reads the state", last.update)
+        told = len(run) > 1 or any(p.factors for p in first.decay_terms)
+        raise NoMatch("NOT_READ" if told else "NOT_A_STATE", "nothing reads the state", last.update)
     if head is not None:
         found, others = find_reads(index, head.update, first.path)
         mine = _along_key(head, found)
