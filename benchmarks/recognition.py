@@ -34,7 +34,7 @@ class Layer(nn.Module):
         self.mlp = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 128), nn.SiLU(), nn.Linear(128, WIDTH))
 
     def forward(self, x: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-        batch, tokens, _ = x.shape
+        tokens = x.shape[1]
         q, k, v = self.qkv(x).unflatten(-1, (HEADS, -1)).split([KEY, KEY, VALUE], -1)
         k = F.normalize(k, dim=-1)
         g, beta = self.gates(x).chunk(2, -1)

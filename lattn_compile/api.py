@@ -20,6 +20,7 @@ from lattn_compile.passes.capture import Refused, capture, capturing  # noqa: F4
 from lattn_compile.passes.context import PassContext
 from lattn_compile.passes.normalize import copy_graph_module, with_graph
 from lattn_compile.passes.report import report_of
+from lattn_compile.passes.spelled.proposal import CONSTANT
 from lattn_compile.policy import Policy, Recipe, resolve_recipe
 from lattn_compile.report import Report
 
@@ -52,7 +53,11 @@ def rewrite(target: fx.GraphModule | ExportedProgram, policy: PolicyLike | None)
 
 def _rewrite(target: fx.GraphModule | ExportedProgram, recipe: Recipe | None, refused: list[Refused]) -> RewriteResult:
     context = PassContext(_copy(target), recipe, training=False, refused=refused)
+    if isinstance(target, ExportedProgram):
+        _name_constants(context.module, target)
     passes.run(context)
+    for node in context.module.graph.find_nodes(op="placeholder"):
+        node.meta.pop(CONSTANT, None)
     module: Any = context.module
     if isinstance(target, ExportedProgram):
         module = with_graph(target, module, renamed=bool(context.proposals))
@@ -127,6 +132,14 @@ def _not_a_program(file: Path, why: str) -> FileFormatError:
         want="a .pt2 written by torch.export.save",
         remedy="Export the model under lc.capture() and save it with torch.export.save(program, path).",
     )
+
+
+def _name_constants(module: fx.GraphModule, program: ExportedProgram) -> None:
+    """Literals of the code are inputs of an exported graph: what they hold, for the search."""
+    lifted = program.graph_signature.inputs_to_lifted_tensor_constants
+    for node in module.graph.find_nodes(op="placeholder"):
+        if node.name in lifted:
+            node.meta[CONSTANT] = program.constants.get(lifted[node.name])
 
 
 def _copy(target: Any) -> fx.GraphModule:

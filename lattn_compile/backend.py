@@ -102,7 +102,7 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
 
 
 def _without_phase(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A phase reaches the graph where its code reads it, which a spelled-out recurrence does not: refused, not ignored."""
+    """A phase reaches a graph whose code reads it, which a spelled-out recurrence does not: refused, not ignored."""
 
     def checked(*args: Any) -> Any:
         if phase.current() != (None, None):

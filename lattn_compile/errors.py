@@ -221,7 +221,7 @@ REASONS: dict[str, Reason] = {
         Reason(
             code="STATE_OP",
             text="an operation on the state path is not linear in the state, or keeps only a part of it",
-            remedy="A recurrence of this family scales, erases and writes its state; take other operations off its path.",
+            remedy="A recurrence of this family scales, erases and writes its state; take other operations off it.",
         ),
         Reason(
             code="STATE_NONLINEAR",
@@ -331,7 +331,7 @@ REASONS: dict[str, Reason] = {
         Reason(
             code="SELF_CHECK",
             text="the rewrite of a spelled-out recurrence was not confirmed by running both in float64",
-            remedy='If the detail says that it could not be run, options={"verify": False} skips the check; else report it.',
+            remedy='If the detail says that it could not be run, options={"verify": False} skips it; else report it.',
         ),
         Reason(
             code="CHUNK_OPERATOR",

@@ -82,7 +82,9 @@ class _Chunk:
             implementation=self.implementation,
             interval=("chunk_size", self.chunk_size, 1),
         )
-        return geometry, Options(self.rule, self.scale, self.qk_l2norm, self.readout, self.implementation, fmt, self.growth)
+        return geometry, Options(
+            self.rule, self.scale, self.qk_l2norm, self.readout, self.implementation, fmt, self.growth
+        )
 
 
 @torch.library.register_fake("lattn::chunk")

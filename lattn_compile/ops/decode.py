@@ -99,7 +99,9 @@ class _Decode:
             implementation=self.implementation,
             interval=("checkpoint_every", self.checkpoint_every, 0),
         )
-        return geometry, Options(self.rule, self.scale, self.qk_l2norm, self.readout, self.implementation, fmt, self.growth)
+        return geometry, Options(
+            self.rule, self.scale, self.qk_l2norm, self.readout, self.implementation, fmt, self.growth
+        )
 
 
 def _checkpoint_shape(geometry: Geometry, every: int) -> tuple[int, ...]:

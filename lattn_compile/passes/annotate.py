@@ -7,8 +7,8 @@ from torch import fx
 
 from lattn_compile.errors import FormatError, Reason, reason
 from lattn_compile.passes.capture import POLICY
-from lattn_compile.passes.discover import form_of
 from lattn_compile.passes.context import PassContext, SiteNode, shape_of, value_of
+from lattn_compile.passes.discover import form_of
 from lattn_compile.policy import Exact, Policy, Recipe, Token
 
 

@@ -1,7 +1,7 @@
 """Discover: recurrences that the graph spells out, in a functional copy of it.
 
-The copy takes the graph's place only if it holds one. What is found stands in the copy as an exact op beside the original
-spelling, checked in float64, until `replace` puts it in use.
+The copy takes the graph's place only if it holds one. What is found stands in the copy as an exact op beside the
+original spelling, checked in float64, until `replace` puts it in use.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run(context: PassContext) -> None:
 
 
 def _allow_growth(proposal: Proposal) -> None:
-    """The op refuses decays greater than 1, which are mistakes in a call of it; what a graph spells out may have them."""
+    """The op refuses decays greater than 1, mistakes in a call of it; what a graph spells out may have them."""
     g = proposal.op.args[3]
     if isinstance(g, fx.Node) and interval(g)[1] > 0.0:
         proposal.op.kwargs = {**proposal.op.kwargs, "growth": True}
@@ -121,7 +121,11 @@ def _describe(proposal: Proposal) -> None:
     proposal.op.meta["custom"] = {capture.META: f"{kind.name}:{spelling(proposal.form)}"}
     before = region_of(proposal)
     proposal.before = _text(before)
-    proposal.evidence |= {"form": proposal.form, "nodes_before": len(before), "frontier": [n.name for n in proposal.frontier]}
+    proposal.evidence |= {
+        "form": proposal.form,
+        "nodes_before": len(before),
+        "frontier": [n.name for n in proposal.frontier],
+    }
 
 
 def spelling(form: str) -> str:

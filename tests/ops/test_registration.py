@@ -44,7 +44,18 @@ def test_the_schema_is_the_contract(op: str) -> None:
         "q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "prefix_lengths", "sequence_lengths", "cursor",
     ]  # fmt: skip
     interval = {"chunk": "chunk_size", "decode": "checkpoint_every"}[op]
-    keywords = ["rule", "scale", "qk_l2norm", "write", "state_format", "readout", interval, "implementation", "site_id", "growth"]
+    keywords = [
+        "rule",
+        "scale",
+        "qk_l2norm",
+        "write",
+        "state_format",
+        "readout",
+        interval,
+        "implementation",
+        "site_id",
+        "growth",
+    ]
     assert [a.name for a in schema.arguments if a.kwarg_only] == keywords
     assert not schema.is_mutable
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["SHAPE_ONLY", "Index", "arguments", "is_snapshot", "is_tensor", "name_of", "widens"]
+__all__ = ["CASTS", "SHAPE_ONLY", "Index", "arguments", "is_snapshot", "is_tensor", "name_of", "widens"]
 
 
 def name_of(node: fx.Node) -> str:
@@ -58,20 +58,57 @@ def widens(source: torch.dtype, target: torch.dtype) -> bool:
     return torch.finfo(target).bits > torch.finfo(source).bits
 
 
+CASTS = frozenset(["aten::_to_copy", "aten::to", "prims::convert_element_type", "aten::type_as"])
+
 # These take the shape of a tensor, or nothing, and none of its values.
 SHAPE_ONLY = frozenset(
     f"aten::{name}"
-    for name in (
-        "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty rand_like randn_like sym_size"
-    ).split()
+    for name in [
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "rand_like",
+        "randn_like",
+        "sym_size",
+    ]
 )
 
 _POINTWISE = frozenset(
     f"aten::{name}"
-    for name in (
-        "add sub rsub mul div neg exp exp2 log sigmoid tanh softplus pow sqrt rsqrt reciprocal square log_sigmoid where "
-        "minimum maximum clamp relu silu abs expm1 log1p"
-    ).split()
+    for name in [
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "div",
+        "neg",
+        "exp",
+        "exp2",
+        "log",
+        "sigmoid",
+        "tanh",
+        "softplus",
+        "pow",
+        "sqrt",
+        "rsqrt",
+        "reciprocal",
+        "square",
+        "log_sigmoid",
+        "where",
+        "minimum",
+        "maximum",
+        "clamp",
+        "relu",
+        "silu",
+        "abs",
+        "expm1",
+        "log1p",
+    ]
 )
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import Index, name_of
+from lattn_compile.passes.spelled.aten import CASTS, Index, name_of
 from lattn_compile.passes.spelled.chain import Chain, Link
 from lattn_compile.passes.spelled.frontier import frontier_of
 from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, size_of
@@ -79,9 +78,7 @@ def _build(index: Index, chain: Chain, w: Writer, anchor: fx.Node) -> Proposal:
         q = _over_time(w, [_query(w, link, layout, scale, dtype) for link in links])
     beta = None
     if any(link.step.beta is not None for link in links):
-        beta = _over_time(
-            w, [_sum(w, link.step.beta or [Product()], _groups(layout, "beta"), dtype) for link in links]
-        )
+        beta = _over_time(w, [_sum(w, link.step.beta or [Product()], _groups(layout, "beta"), dtype) for link in links])
     decay = "none"
     for link in links:
         decay = max(decay, link.step.decay, key=("none", "head", "channel").index)
@@ -89,7 +86,7 @@ def _build(index: Index, chain: Chain, w: Writer, anchor: fx.Node) -> Proposal:
     if decay != "none":
         groups = _groups(layout, "g" if decay == "channel" else "beta")
         g = _over_time(w, [_log_decay(w, link.step, groups, dtype) for link in links])
-    state = None if chain.root is None else _state(w, chain.root, step_index(chain), layout, dtype)
+    state = None if chain.root is None else _state(w, _unrounded(chain), step_index(chain), layout, dtype)
 
     op = w.call(
         torch.ops.lattn.decode.default,
@@ -114,8 +111,10 @@ def _build(index: Index, chain: Chain, w: Writer, anchor: fx.Node) -> Proposal:
                 old.append(link.read.node)
                 new.append(_output(w, o, t, link, layout))
     if step.update.users:
-        old.append(step.update)
-        new.append(_final(w, w.getitem(op, 1), chain, layout))
+        final = w.getitem(op, 1)
+        for node in [step.update, *_read_back(chain)]:
+            old.append(node)
+            new.append(_final(w, final, chain, layout))
     roles = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state}
     proposal = Proposal(
         form="step" if len(links) == 1 else "loop",
@@ -138,6 +137,26 @@ def _build(index: Index, chain: Chain, w: Writer, anchor: fx.Node) -> Proposal:
     proposal.frontier = frontier_of(index, proposal, needed=[n for link in links for n in role_nodes(link)])
     proposal.domains = _domains(proposal)
     return proposal
+
+
+def _unrounded(chain: Chain) -> fx.Node:
+    """The first state before it was cast for storage: the op rounds it itself, and its gradient is not rounded."""
+    root = chain.root
+    assert root is not None
+    source = root.args[0] if root.args and name_of(root) in CASTS else None
+    computed = value(chain.links[-1].step.update).dtype
+    same = chain.state_dtype is not None and isinstance(source, fx.Node) and value(source).dtype == computed
+    return source if same else root  # type: ignore[return-value]
+
+
+def _read_back(chain: Chain) -> list[fx.Node]:
+    """Casts of the last stored state back to the dtype it was computed in: what the op returns."""
+    update = chain.links[-1].step.update
+    found = []
+    for cast in update.users if chain.state_dtype is not None else ():
+        if name_of(cast) in CASTS and value(cast).dtype == chain.state_dtype:
+            found += [u for u in cast.users if name_of(u) in CASTS and value(u).dtype == value(update).dtype]
+    return found
 
 
 def _text(node: fx.Node) -> str:
@@ -269,8 +288,8 @@ def _sum(w: Writer, products: list[Product], groups: list[list[Label]], dtype: t
 
 def _log_decay(w: Writer, step: Step, groups: list[list[Label]], dtype: torch.dtype) -> fx.Node:
     """log D. Raises NoMatch where D is not certain to lie in [0, 1]."""
-    if (product := _one_plus_expm1(step)) is not None:
-        return _filled(w, _log_factor(w, product, groups, dtype, "aten::expm1"), groups)
+    if (taken := _one_plus_expm1(step)) is not None:
+        return _filled(w, _log_factor(w, taken, groups, dtype, "aten::expm1"), groups)
     if len(step.decay_terms) > 1:
         wanted = [label for group in groups for label in group]
         total: fx.Node | None = None
@@ -318,9 +337,7 @@ def _source(node: fx.Node) -> str:
     return name_of(node)
 
 
-def _log_factor(
-    w: Writer, f: Factor, groups: list[list[Label]], dtype: torch.dtype, function: str = ""
-) -> fx.Node:
+def _log_factor(w: Writer, f: Factor, groups: list[list[Label]], dtype: torch.dtype, function: str = "") -> fx.Node:
     """log of one factor of the decay, or the argument of `function` in it."""
     if function or f.inverse:
         log = _argument(w, f.node, function or "aten::exp", dtype)
@@ -435,11 +452,14 @@ def _domains(proposal: Proposal) -> dict[fx.Node, str]:
         if any(name_of(n) in _POSITIVE for n in _near(node)):
             out[node] = "beta"  # a root or a log of it is taken
     for role, domain in (("g", "log_decay"), ("beta", "beta"), ("k", "key")):
-        node = proposal.roles.get(role)
-        while node is not None and node not in proposal.frontier and _passes_on(node):
-            node = node.args[0] if isinstance(node.args[0], fx.Node) else None
-        if node is not None and node in proposal.frontier and (role != "k" or _last_axis_kept(proposal, node)):
-            out.setdefault(node, domain)
+        value_of_role = proposal.roles.get(role)
+        while value_of_role is not None and value_of_role not in proposal.frontier and _passes_on(value_of_role):
+            source = value_of_role.args[0]
+            value_of_role = source if isinstance(source, fx.Node) else None
+        if value_of_role is None or value_of_role not in proposal.frontier:
+            continue
+        if role != "k" or _last_axis_kept(proposal, value_of_role):
+            out.setdefault(value_of_role, domain)
     return out
 
 
@@ -448,7 +468,8 @@ _POSITIVE = frozenset(["aten::sqrt", "aten::rsqrt", "aten::log", "aten::log2", "
 
 def _near(node: fx.Node) -> list[fx.Node]:
     """Users of a node's values, views and selects aside."""
-    out, waiting = [], list(node.users)
+    out: list[fx.Node] = []
+    waiting = list(node.users)
     while waiting and len(out) < 64:
         user = waiting.pop()
         out.append(user)
@@ -464,5 +485,3 @@ def _passes_on(node: fx.Node) -> bool:
 def _last_axis_kept(proposal: Proposal, node: fx.Node) -> bool:
     k = proposal.roles["k"]
     return k is not None and not is_one(value(k).shape[-1]) and value(node).shape[-1] == value(k).shape[-1]
-
-

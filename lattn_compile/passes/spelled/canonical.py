@@ -24,10 +24,32 @@ aten = torch.ops.aten
 # What makes new memory stays apart: two outputs may not become one tensor.
 _NEW = frozenset(
     f"aten::{name}"
-    for name in (
-        "clone contiguous _to_copy to zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like "
-        "full_like empty_like scalar_tensor arange eye rand randn lift_fresh_copy detach copy"
-    ).split()
+    for name in [
+        "clone",
+        "contiguous",
+        "_to_copy",
+        "to",
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "scalar_tensor",
+        "arange",
+        "eye",
+        "rand",
+        "randn",
+        "lift_fresh_copy",
+        "detach",
+        "copy",
+    ]
 )
 
 
@@ -97,16 +119,16 @@ def _forward_writes(graph: fx.Graph) -> bool:
 def _drop_overwritten(graph: fx.Graph) -> None:
     """Entries of a buffer that are written again before anything reads them are not written."""
     for top in reversed(list(graph.nodes)):
-        if name_of(top) not in _SCATTERS or any(_continues(top, user) for user in top.users) and len(top.users) == 1:
+        if name_of(top) not in _SCATTERS or (any(_continues(top, user) for user in top.users) and len(top.users) == 1):
             continue
         covered: set[tuple[int, int]] = set()
         above: fx.Node | None = None
         for write in list(_writes(top)):
             place = _place(write)
-            if place is None or covered and place[0] != next(iter(covered))[0] or above and len(write.users) != 1:
+            if place is None or (covered and place[0] != next(iter(covered))[0]) or (above and len(write.users) != 1):
                 break
             if place in covered and above is not None:
-                above.replace_input_with(write, write.args[0])
+                above.replace_input_with(write, write.args[0])  # type: ignore[arg-type]
                 graph.erase_node(write)
             else:
                 covered.add(place)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import ChainMap
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import SHAPE_ONLY, Index, is_snapshot, name_of, widens
+from lattn_compile.passes.spelled.aten import CASTS, SHAPE_ONLY, Index, is_snapshot, name_of, widens
 from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander, is_zero
 from lattn_compile.passes.spelled.labels import flat, unify
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch
-from lattn_compile.passes.spelled.reads import Read, fate_of, find_late_read, find_reads
+from lattn_compile.passes.spelled.reads import Read, fate_of, find_late_read, find_reads, same_elements
 from lattn_compile.passes.spelled.step import (
     NeedsMatrix,
     Product,
@@ -30,8 +31,6 @@ from lattn_compile.passes.spelled.terms import simplify
 from lattn_compile.passes.spelled.writer import value
 
 __all__ = ["Chain", "Link", "find_chains"]
-
-_CASTS = frozenset(["aten::_to_copy", "aten::to", "prims::convert_element_type"])
 
 
 @dataclass
@@ -59,9 +58,13 @@ class Chain:
     evidence: dict[str, object] = field(default_factory=dict)
 
 
-def find_chains(index: Index, taken: set[fx.Node]) -> tuple[list[Chain], list[NearMiss], set[fx.Node]]:
-    """Every chain of the graph, cut where it has to be; the candidates that came near; and nodes of refused ones."""
-    steps, misses, refused = _match_all(index, taken)
+def find_chains(index: Index, *, in_loop: bool = False) -> tuple[list[Chain], list[NearMiss], set[fx.Node]]:
+    """Every chain of the graph, cut where it has to be; the candidates that came near; and nodes of refused ones.
+
+    Args:
+        in_loop: whether the graph is a loop's body: its state is carried, and may be read after the loop only.
+    """
+    steps, misses, refused = _match_all(index)
     children: dict[fx.Node, list[Step]] = {}
     for step in steps.values():
         children.setdefault(stored_origin(step.root), []).append(step)
@@ -76,11 +79,12 @@ def find_chains(index: Index, taken: set[fx.Node]) -> tuple[list[Chain], list[Ne
             run.append(after[0])
         seen.update(s.update for s in run)
         try:
-            chains += _cut(index, run, reads, children, _is_source(run[0].root, steps))
+            chains += _cut(index, run, reads, children, _is_source(run[0].root, steps), in_loop)
         except NoMatch as error:
             root = run[0].root
             refused |= {n for s in run for n in s.path}
             if error.code == "NOT_A_STATE":
+                misses += _through_an_op(root, run[-1].update, steps)
                 continue
             if _is_source(root, steps):
                 misses.append(error.at(run[-1].update, steps=len(run)))
@@ -96,19 +100,18 @@ def _followers_of(children: dict[fx.Node, list[Step]], step: Step) -> list[Step]
     return children.get(step.update, [])
 
 
-def _match_all(
-    index: Index, taken: set[fx.Node]
-) -> tuple[dict[fx.Node, Step], list[NearMiss], set[fx.Node]]:
+def _match_all(index: Index) -> tuple[dict[fx.Node, Step], list[NearMiss], set[fx.Node]]:
     steps: dict[fx.Node, Step] = {}
-    missed: dict[fx.Node, object] = {}  # their followers fail with them
+    missed: dict[fx.Node, Any] = {}  # their followers fail with them
+    known: Mapping[fx.Node, Any] = ChainMap(steps, missed)
     inside: set[fx.Node] = set()
     pending: list[tuple[list[fx.Node], fx.Node, NoMatch]] = []
     for ladder in candidates(index):
-        if any(n in taken or n in steps for n in ladder) or ladder[-1] in inside:
+        if any(n in steps for n in ladder) or ladder[-1] in inside:
             continue
         first: tuple[fx.Node, NoMatch] | None = None
         for update in ladder:
-            step, root, miss = _match_one(index, update, {**missed, **steps} if missed else steps)
+            step, root, miss = _match_one(index, update, known)
             if step is not None:
                 steps[update] = step
                 inside |= step.path
@@ -119,7 +122,7 @@ def _match_all(
             if first is not None:
                 if stored_origin(first[0]) not in missed:
                     pending.append((ladder, *first))
-                if _is_source(first[0], {**missed, **steps}):
+                if _is_source(first[0], known):
                     missed[ladder[0]] = first
     misses = []
     for ladder, root, miss in pending:
@@ -130,7 +133,7 @@ def _match_all(
 
 
 def _match_one(
-    index: Index, update: fx.Node, steps: dict[fx.Node, Any]
+    index: Index, update: fx.Node, steps: Mapping[fx.Node, Any]
 ) -> tuple[Step | None, fx.Node | None, NoMatch | None]:
     miss: NoMatch | None = None
     missed: fx.Node | None = None
@@ -141,15 +144,31 @@ def _match_one(
             if miss is None:
                 miss, missed = error, root
             origin = stored_origin(root)
-            if error.code not in ("NOT_A_STATE", "AXES") and (origin in steps or origin.op in ("placeholder", "get_attr")):
+            if error.code not in ("NOT_A_STATE", "AXES") and (
+                origin in steps or origin.op in ("placeholder", "get_attr")
+            ):
                 break
     return None, missed, miss
+
+
+def _through_an_op(root: fx.Node, update: fx.Node, steps: Mapping[fx.Node, Any]) -> list[NearMiss]:
+    """A state that comes from an input through one op that is no view, told once, at the first token."""
+    root = stored_origin(root)
+    if name_of(root) == "getitem" and isinstance(root.args[0], fx.Node):
+        inputs = root.args[0].all_input_nodes
+        root = root.args[0]
+    else:
+        inputs = root.all_input_nodes if root.op == "call_function" else []
+    for x in inputs:
+        if same_elements(x, update) and stored_origin(x) not in steps and _is_source(x, steps):
+            return [NoMatch("STATE_OP", f"the state goes through {name_of(root)}", root).at(update)]
+    return []
 
 
 _PICKS = frozenset(["aten::select", "aten::slice", "aten::index_select", "aten::index", "aten::detach", "getitem"])
 
 
-def _is_source(root: fx.Node, steps: dict[fx.Node, Step]) -> bool:
+def _is_source(root: fx.Node, steps: Mapping[fx.Node, Any]) -> bool:
     """Whether a state may begin here: an input, a constant, or an earlier state."""
     origin = stored_origin(root)
     while name_of(origin) in _PICKS or is_snapshot(origin):
@@ -189,7 +208,7 @@ def _reads(
         mine = _along_key(step, reads)
         others = others or len(mine) != len(reads)
         if not mine and leaks(step) and (late := find_late_read(index, step)) is not None:
-            mine, step.late = [late], {n for n in path_between(index, step.root, late.node)}
+            mine, step.late = [late], path_between(index, step.root, late.node)
         found[update] = (mine, others)
     return found
 
@@ -209,6 +228,7 @@ def _cut(
     reads: dict[fx.Node, tuple[list[Read], bool]],
     children: dict[fx.Node, list[Step]],
     source: bool,
+    in_loop: bool,
 ) -> list[Chain]:
     """The pieces of a run of steps that can each become one op."""
     for step in run:
@@ -227,10 +247,8 @@ def _cut(
             raise NoMatch("STATE_OP", f"the new state goes on through {name_of(fate.blocked)}", fate.blocked)
         raise NoMatch("NOT_CARRIED", "the updated tensor is neither kept nor updated again", last.update)
     _refuse_late_reads(index, run, reads)
-    if not any(reads[step.update][0] for step in run):
-        # Of one step alone that is nothing to tell: a moving average of outer products, as of an optimizer.
-        told = len(run) > 1 or any(p.factors for p in first.decay_terms)
-        raise NoMatch("NOT_READ" if told else "NOT_A_STATE", "nothing reads the state", last.update)
+    if not in_loop:
+        _refuse_unread(run, reads)
     if head is not None:
         found, others = find_reads(index, head.update, first.path)
         mine = _along_key(head, found)
@@ -256,6 +274,15 @@ def _cut(
             root = None
         chains.append(Chain(piece, root, dtype))
     return chains
+
+
+def _refuse_unread(run: list[Step], reads: dict[fx.Node, tuple[list[Read], bool]]) -> None:
+    """A state that nothing reads is not ours. Of one step with a fixed decay that is nothing to tell: a moving average
+    of outer products, as optimizers have them."""
+    if any(reads[step.update][0] for step in run):
+        return
+    told = len(run) > 1 or any(p.factors for p in run[0].decay_terms)
+    raise NoMatch("NOT_READ" if told else "NOT_A_STATE", "nothing reads the state", run[-1].update)
 
 
 def _refuse_late_reads(index: Index, run: list[Step], reads: dict[fx.Node, tuple[list[Read], bool]]) -> None:
@@ -297,8 +324,8 @@ def _alike(index: Index, a: Step, b: Step) -> bool:
         (factor,) = term.factors
         for mine, theirs in zip(chain.axes, b.root_index, strict=True):
             unify(mine, theirs)
-        for mine, theirs in zip(factor.index, a.axes, strict=True):
-            unify(mine, theirs)  # type: ignore[arg-type]
+        for inner, theirs in zip(factor.index, a.axes, strict=True):
+            unify(inner, theirs)  # type: ignore[arg-type]
     except (NoMatch, ValueError):
         return False
     same = [set(flat(x)) == set(flat(y)) for x, y in ((a.key, b.key), (a.column, b.column), (a.batch, b.batch))]
@@ -330,10 +357,14 @@ def _rounding(index: Index, run: list[Step]) -> torch.dtype | None:
         return before if before in _LOW and _stored(run[0].update, before) else None
     if all(widens(computed, d) for d in between):
         return None
-    before = run[0].root
+    root = run[0].root
     dtype = next(iter(between))
-    begins = run[0].root is not run[0].update
-    if len(between) != 1 or dtype not in _LOW or (begins and not is_zero(stored_origin(before)) and _lowest(before) != dtype):
+    begins = root is not run[0].update
+    if (
+        len(between) != 1
+        or dtype not in _LOW
+        or (begins and not is_zero(stored_origin(root)) and _lowest(root) != dtype)
+    ):
         raise NoMatch("STATE_ROUNDED", "the state is rounded after some tokens and not after others", run[-1].update)
     last = run[-1]
     stored = _stored(last.update, dtype)
@@ -345,11 +376,11 @@ def _rounding(index: Index, run: list[Step]) -> torch.dtype | None:
 def _lowest(root: fx.Node) -> torch.dtype:
     """The narrowest dtype between where a state was computed and where it is used."""
     node, lowest = root, value(root).dtype
-    while is_view(node) or name_of(node) in _CASTS:
+    while is_view(node) or name_of(node) in CASTS:
         if not isinstance(node.args[0], fx.Node):
             break
         node = node.args[0]
-        if node.op != "call_function" or is_view(node) or name_of(node) in _CASTS:
+        if node.op != "call_function" or is_view(node) or name_of(node) in CASTS:
             lowest = lowest if widens(lowest, value(node).dtype) else value(node).dtype
     return lowest  # type: ignore[no-any-return]
 
@@ -359,7 +390,7 @@ def _stored(update: fx.Node, dtype: torch.dtype) -> list[fx.Node]:
     found, waiting = [], [update]
     while waiting:
         for user in waiting.pop().users:
-            if name_of(user) in _CASTS and value(user).dtype == dtype:
+            if name_of(user) in CASTS and value(user).dtype == dtype:
                 found.append(user)
             elif is_view(user):
                 waiting.append(user)
@@ -391,8 +422,8 @@ def _from_nothing(index: Index, first: Step) -> Step | None:
             (term,) = between.terms
             for mine, theirs in zip(between.axes, first.root_index, strict=True):
                 unify(mine, theirs)
-            for mine, theirs in zip(term.factors[0].index, expr.axes, strict=True):
-                unify(mine, theirs)  # type: ignore[arg-type]
+            for inner, theirs in zip(term.factors[0].index, expr.axes, strict=True):
+                unify(inner, theirs)  # type: ignore[arg-type]
             keys, columns = set(flat(first.key)), set(flat(first.column))
             if len(expr.terms) != 1:
                 return None

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import Index, arguments, is_snapshot, is_tensor, name_of, widens
+from lattn_compile.passes.spelled.aten import CASTS, Index, arguments, is_snapshot, is_tensor, name_of, widens
 from lattn_compile.passes.spelled.labels import Axis, Label, constant_size, flat, is_one, regroup, same_size, unify
-from lattn_compile.passes.spelled.proposal import NoMatch
+from lattn_compile.passes.spelled.proposal import CONSTANT, NoMatch
 from lattn_compile.passes.spelled.terms import EYE, Expr, Factor, Term, add, atom, contract, inverse, multiply, sum_over
 from lattn_compile.passes.spelled.writer import value
 
@@ -67,7 +67,7 @@ class Expander:
             handler = _SUMS.get(name) or _PRODUCTS.get(name)
         if handler is None and (on_path or self.depth >= SELECTS):
             handler = _SELECTS.get(name)
-        if not on_path and (not is_tensor(node) or (name in _CASTS and not self._exact_cast(node))):
+        if not on_path and (not is_tensor(node) or (name in CASTS and not self._exact_cast(node))):
             handler = None
         if handler is not None and name not in _VIEWS and value(node).dtype not in (torch.float32, torch.float64):
             if on_path:
@@ -146,8 +146,8 @@ def is_zero(node: fx.Node) -> bool:
 
 _PARTS = frozenset(["aten::unbind", "aten::split", "aten::split_with_sizes", "aten::chunk", "aten::tensor_split"])
 _COPIES = frozenset(
-    ["aten::lift_fresh_copy", "aten::clone", "aten::alias", "aten::_to_copy", "aten::view", "aten::detach"]
-    + ["aten::detach_", "aten::lift_fresh"]
+    f"aten::{name}"
+    for name in ("lift_fresh_copy", "lift_fresh", "clone", "alias", "_to_copy", "view", "detach", "detach_")
 )
 
 
@@ -162,6 +162,8 @@ def constant(node: fx.Node) -> float | None:
         a = arguments(node)
         x = a.get("fill_value", a.get("s"))
         return float(x) if isinstance(x, (int, float)) else None
+    if isinstance(x := node.meta.get(CONSTANT), torch.Tensor):
+        return float(x)
     if node.op != "get_attr" or node.graph.owning_module is None:
         return None
     x = node.graph.owning_module
@@ -269,7 +271,7 @@ def _cast(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
     before, after = value(source).dtype, value(node).dtype
     if not widens(before, after) and not e.stored:
         raise NoMatch("STATE_ROUNDED", f"the state path is cast from {before} to {after} inside a token", node)
-    return e.expand(source)
+    return e.expand(source)  # type: ignore[arg-type]
 
 
 def _whole(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
@@ -525,8 +527,6 @@ def _lerp(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
 
 Handler = Callable[[Expander, fx.Node, dict[str, Any]], Expr]
 
-_CASTS = ("aten::_to_copy", "aten::to", "prims::convert_element_type", "aten::type_as")
-
 _VIEWS: dict[str, Handler] = {
     **dict.fromkeys(
         (
@@ -560,7 +560,7 @@ _VIEWS: dict[str, Handler] = {
     ),
     **dict.fromkeys(("aten::expand", "aten::broadcast_to", "aten::expand_as"), _expand),
     **dict.fromkeys(("aten::clone", "aten::contiguous", "aten::alias", "aten::positive"), _same),
-    **dict.fromkeys(_CASTS, _cast),
+    **dict.fromkeys(CASTS, _cast),
     "aten::unsqueeze": _unsqueeze,
     "aten::repeat": _repeat,
     "aten::tile": _repeat,

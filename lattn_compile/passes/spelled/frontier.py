@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from lattn_compile.passes.spelled.aten import Index
-from lattn_compile.passes.spelled.proposal import NoMatch, Proposal
+from lattn_compile.passes.spelled.proposal import CONSTANT, NoMatch, Proposal
 
 __all__ = ["frontier_of"]
 
@@ -42,6 +42,8 @@ def frontier_of(index: Index, proposal: Proposal, needed: Iterable[fx.Node]) -> 
         seen.add(node)
         if len(seen) > _MAX_REGION:
             raise NoMatch("TOO_MANY_TERMS", "the region between the inputs and the outputs is too large", node)
+        if CONSTANT in node.meta:
+            continue
         ends = node.op not in ("call_function", "get_attr") or _is_random(node)
         taken = node in given and not index.repeated(node) and not leads.to(node)
         if (node in read and not index.repeated(node)) or ends or taken:
@@ -78,7 +80,7 @@ def _drawable(index: Index, nodes: Iterable[fx.Node]) -> list[fx.Node]:
     waiting, out, seen = list(nodes), [], set()
     while waiting:
         node = waiting.pop()
-        if node in seen or node.op == "get_attr":
+        if node in seen or node.op == "get_attr" or CONSTANT in node.meta:
             continue
         seen.add(node)
         if index.repeated(node):

@@ -1,8 +1,8 @@
 """Axis labels: which index of which factor an axis of a tensor is.
 
-A tensor of shape [B*H, K] has the axes ((b, h), (k,)): an axis is a tuple of labels, most significant first, and an axis
-of size 1 is (). Reshapes and transposes then only regroup labels. A label that turns out to be a product is split, and
-two labels that turn out to be one are unified, where they are: everything that mentions them sees it.
+A tensor of shape [B*H, K] has the axes ((b, h), (k,)): an axis is a tuple of labels, most significant first, and one of
+size 1 is (). Reshapes and transposes then only regroup labels. A label that turns out to be a product is split, and two
+labels that turn out to be one are unified, where they are: everything that mentions them sees it.
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ from torch import fx
 
 from lattn_compile.errors import Reason, reason
 
+CONSTANT = "lattn_constant"
+"""Key of a placeholder's metadata for the literal that it stands for, while a graph is searched."""
+
 
 @dataclass
 class Proposal:

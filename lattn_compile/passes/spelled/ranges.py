@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lattn_compile.passes.spelled.proposal import CONSTANT
 from lattn_compile.passes.spelled.subgraph import arguments, clean_state, constant, name_of
 from lattn_compile.passes.spelled.writer import value
 
@@ -70,7 +71,7 @@ def _rule(node: fx.Node) -> _Rule | None:
 
 def _bounded(node: fx.Node, rule: _Rule | None, known: dict[fx.Node, Interval]) -> Interval:
     whole = _whole(node)
-    if node.op == "get_attr":
+    if node.op == "get_attr" or CONSTANT in node.meta:
         found = _read(node)
     elif rule is None:
         return whole

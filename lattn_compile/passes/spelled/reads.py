@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import SHAPE_ONLY, Index, is_tensor, name_of
+from lattn_compile.passes.spelled.aten import CASTS, SHAPE_ONLY, Index, is_tensor, name_of
 from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander
 from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, same_size, unify
 from lattn_compile.passes.spelled.proposal import NoMatch
@@ -19,10 +19,9 @@ from lattn_compile.passes.spelled.step import Product, Step, is_view, path_betwe
 from lattn_compile.passes.spelled.terms import Expr, Factor, Term, keyed, simplify
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["Fate", "Read", "fate_of", "find_late_read", "find_reads"]
+__all__ = ["Fate", "Read", "fate_of", "find_late_read", "find_reads", "same_elements"]
 
 _THROUGH = frozenset(["aten::mul", "aten::multiply", "aten::neg", "aten::div"])
-_CASTS = frozenset(["aten::_to_copy", "aten::to", "prims::convert_element_type"])
 
 
 @dataclass
@@ -71,7 +70,7 @@ def find_reads(index: Index, state: fx.Node, exclude: Collection[fx.Node]) -> tu
             if read is not None:
                 read.path = along
                 reads.append(read)
-            elif len(along) < 12 and is_tensor(user) and (is_view(user) or name_of(user) in _THROUGH | _CASTS):
+            elif len(along) < 12 and is_tensor(user) and (is_view(user) or name_of(user) in _THROUGH | CASTS):
                 if user.users:
                     waiting.append((user, along))
             else:
@@ -95,7 +94,7 @@ def _depends(index: Index, node: fx.Node, state: fx.Node) -> bool:
 
 
 def _as_read(index: Index, state: fx.Node, node: fx.Node, path: frozenset[fx.Node]) -> Read | None:
-    if not is_tensor(node) or is_view(node) or name_of(node) in _THROUGH and not _shrinks(state, node):
+    if not is_tensor(node) or is_view(node) or (name_of(node) in _THROUGH and not _shrinks(state, node)):
         return None
     for depth in (VIEWS, PRODUCTS):
         try:
@@ -227,11 +226,33 @@ class Fate:
 
 _KEEPING = frozenset(
     f"aten::{name}"
-    for name in (
-        "stack cat copy_ copy index_put index_put_ index_copy index_copy_ scatter select_scatter slice_scatter "
-        "scatter_ index_add repeat expand select_scatter as_strided masked_scatter unbind split concat concatenate "
-        "hstack vstack detach"
-    ).split()
+    for name in [
+        "stack",
+        "cat",
+        "copy_",
+        "copy",
+        "index_put",
+        "index_put_",
+        "index_copy",
+        "index_copy_",
+        "scatter",
+        "select_scatter",
+        "slice_scatter",
+        "scatter_",
+        "index_add",
+        "repeat",
+        "expand",
+        "select_scatter",
+        "as_strided",
+        "masked_scatter",
+        "unbind",
+        "split",
+        "concat",
+        "concatenate",
+        "hstack",
+        "vstack",
+        "detach",
+    ]
 ) | {"getitem", "output"}
 
 
@@ -246,18 +267,25 @@ def fate_of(index: Index, state: fx.Node, exclude: Collection[fx.Node]) -> Fate:
                 continue
             seen.add(user)
             name = name_of(user)
-            if user.op == "output" or name in ("aten::copy_", "aten::index_copy_", "aten::index_put_"):
+            if (
+                user.op == "output"
+                or name == "aten::detach"
+                or name in ("aten::copy_", "aten::index_copy_", "aten::index_put_")
+            ):
                 return Fate(True, None)
             if isinstance(user.target, torch._ops.HigherOrderOperator) or user.op == "call_module":
                 return Fate(True, None)
-            if is_view(user) or name in _KEEPING or name in _CASTS:
+            if is_view(user) or name in _KEEPING or name in CASTS:
                 waiting.append(user)
-            elif blocked is None and is_tensor(user) and _same_elements(user, state):
+            elif blocked is None and is_tensor(user) and same_elements(user, state):
                 blocked = user
     return Fate(False, blocked)
 
 
-def _same_elements(a: fx.Node, b: fx.Node) -> bool:
+def same_elements(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two values are tensors of the same sizes, axes of 1 and their order aside."""
+    if not is_tensor(a) or not is_tensor(b):
+        return False
     x = sorted((n for n in value(a).shape if not is_one(n)), key=str)
     y = sorted((n for n in value(b).shape if not is_one(n)), key=str)
     return len(x) == len(y) and all(same_size(m, n) for m, n in zip(x, y, strict=True))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 import torch
 from torch import fx
 
@@ -72,7 +70,7 @@ def _through_loop(gm: fx.GraphModule, node: fx.Node, found: Found) -> Proposal |
     """A loop of one step becomes one op, or the step in its body is replaced; of several steps, each is."""
 
     def match_body(body: fx.GraphModule) -> Proposal | NearMiss | None:
-        inside = find(body)
+        inside = find(body, in_loop=True)
         if len(inside.proposals) == 1:
             return inside.proposals[0]
         for proposal in inside.proposals:
@@ -83,12 +81,12 @@ def _through_loop(gm: fx.GraphModule, node: fx.Node, found: Found) -> Proposal |
     return (rewrite_scan if is_scan(node) else rewrite_while_loop)(gm, node, match_body)
 
 
-def find(gm: fx.GraphModule) -> Found:
+def find(gm: fx.GraphModule, *, in_loop: bool = False) -> Found:
     """Steps and loops of one graph. What it proposes stands in the graph, unused."""
     found = Found()
     canonicalize(gm)
     index = Index(gm.graph)
-    chains, found.misses, found.refused = find_chains(index, set())
+    chains, found.misses, found.refused = find_chains(index, in_loop=in_loop)
     for chain in chains:
         for piece in _without_feedback(index, chain):
             try:
@@ -151,8 +149,6 @@ def restore_order(graph: fx.Graph) -> None:
         place(node)
 
 
-
-
 def region_of(proposal: Proposal) -> list[fx.Node]:
     """The spelled-out nodes between a proposal's frontier and what it replaces, in graph order."""
     frontier, inserted = set(proposal.frontier), set(proposal.inserted)
@@ -163,7 +159,7 @@ def region_of(proposal: Proposal) -> list[fx.Node]:
         if node not in seen:
             seen.add(node)
             waiting.extend(x for x in node.all_input_nodes if x not in frontier and x.op == "call_function")
-    return [n for n in sorted(seen - inserted)]
+    return sorted(seen - inserted)
 
 
 def sections_of(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -191,7 +187,7 @@ def commit(proposal: Proposal) -> dict[fx.Node, fx.Node]:
 
 
 def tidy(gm: fx.GraphModule, ops: list[fx.Node]) -> None:
-    """Order the graph again, drop what nothing uses, and put outputs together that a loop put together token by token."""
+    """Order the graph again, drop what nothing uses, and put together at once what a loop did token by token."""
     graph = gm.graph
     restore_order(graph)
     for node in graph.nodes:
@@ -208,5 +204,9 @@ def _has_effect(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         # A random op that nobody uses still moves the generator.
-        return target._schema.is_mutable or "assert" in target._schema.name or torch.Tag.nondeterministic_seeded in target.tags
+        return (
+            target._schema.is_mutable
+            or "assert" in target._schema.name
+            or torch.Tag.nondeterministic_seeded in target.tags
+        )
     return isinstance(target, torch._ops.HigherOrderOperator) or bool(node.is_impure())

@@ -8,13 +8,12 @@ terms are then *proved* to be a decay, a rank-one write, and an erase that reads
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import SHAPE_ONLY, Index, is_snapshot, is_tensor, name_of, widens
+from lattn_compile.passes.spelled.aten import CASTS, SHAPE_ONLY, Index, is_snapshot, is_tensor, name_of, widens
 from lattn_compile.passes.spelled.expand import PRODUCTS, SELECTS, VIEWS, Expander, expandable, is_zero
 from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, same_size, unify
 from lattn_compile.passes.spelled.proposal import NoMatch
@@ -79,18 +78,40 @@ class Step:
 # Candidates.
 
 _ADDITIONS = frozenset(
-    ["aten::add", "aten::sub", "aten::subtract", "aten::rsub", "aten::addcmul", "aten::baddbmm", "aten::addmm"]
-    + ["aten::addr", "aten::lerp"]
+    f"aten::{name}" for name in ("add", "sub", "subtract", "rsub", "addcmul", "baddbmm", "addmm", "addr", "lerp")
 )
 _FUSED = frozenset(["aten::addcmul", "aten::baddbmm", "aten::addmm", "aten::addr"])
 _VIEWS = frozenset(
     f"aten::{name}"
-    for name in (
-        "view _unsafe_view reshape flatten unflatten squeeze unsqueeze permute transpose t mT movedim moveaxis swapaxes "
-        "swapdims expand clone contiguous alias positive _reshape_alias numpy_T adjoint mH view_as reshape_as"
-    ).split()
+    for name in [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "permute",
+        "transpose",
+        "t",
+        "mT",
+        "movedim",
+        "moveaxis",
+        "swapaxes",
+        "swapdims",
+        "expand",
+        "clone",
+        "contiguous",
+        "alias",
+        "positive",
+        "_reshape_alias",
+        "numpy_T",
+        "adjoint",
+        "mH",
+        "view_as",
+        "reshape_as",
+    ]
 )
-_CASTS = frozenset(["aten::_to_copy", "aten::to", "prims::convert_element_type", "aten::type_as"])
 _SCALINGS = frozenset(["aten::mul", "aten::div", "aten::neg", "aten::multiply"])
 
 
@@ -102,7 +123,7 @@ def is_view(node: fx.Node) -> bool:
     if name == "aten::slice":
         source = value(node.args[0])
         return all(same_size(a, b) for a, b in zip(source.shape, value(node).shape, strict=True))
-    if name in _CASTS:
+    if name in CASTS:
         return is_tensor(node.args[0]) and value(node.args[0]).dtype == value(node).dtype
     return name in _VIEWS
 
@@ -117,7 +138,9 @@ def _full_size(x: object, like: fx.Node) -> bool:
         return False
     a = [n for n in _shape(x) if not is_one(n)]  # type: ignore[arg-type]
     b = [n for n in _shape(like) if not is_one(n)]
-    return len(a) == len(b) and all(same_size(m, n) for m, n in zip(sorted(a, key=str), sorted(b, key=str)))
+    return len(a) == len(b) and all(
+        same_size(m, n) for m, n in zip(sorted(a, key=str), sorted(b, key=str), strict=True)
+    )
 
 
 def _is_outer(index: Index, node: fx.Node) -> bool:
@@ -200,11 +223,11 @@ def _only_addition(node: fx.Node) -> fx.Node | None:
 # Roots.
 
 _CONSTANTS = frozenset(
-    f"aten::{name}" for name in "full new_full full_like ones new_ones ones_like eye arange".split()
+    f"aten::{name}" for name in ["full", "new_full", "full_like", "ones", "new_ones", "ones_like", "eye", "arange"]
 )
 
 
-def roots_of(index: Index, update: fx.Node, states: dict[fx.Node, object]) -> list[fx.Node]:
+def roots_of(index: Index, update: fx.Node, states: Mapping[fx.Node, object]) -> list[fx.Node]:
     """What the previous state may be: where the operands of full size lead to, earlier states first."""
     found: list[fx.Node] = []
     waiting, seen = [update], {update}
@@ -238,30 +261,28 @@ def _carriers(index: Index, node: fx.Node) -> list[fx.Node]:
     name = name_of(node)
     if is_view(node):
         return [node.args[0]]  # type: ignore[list-item]
-    if name in _CASTS:
+    if name in CASTS:
         source = node.args[0]
         exact = is_tensor(source) and widens(value(source).dtype, value(node).dtype)
         return [source] if exact else []  # type: ignore[list-item]
     if name == "aten::einsum":
         return [x for x in node.args[1] if _full_size(x, node)]  # type: ignore[misc, union-attr]
     carrying = _ADDITIONS | _SCALINGS | {"aten::matmul", "aten::bmm", "aten::mm"}
-    if name not in carrying or _is_outer(index, node) and name not in _FUSED:
+    if name not in carrying or (_is_outer(index, node) and name not in _FUSED):
         return []
     return [x for x in node.args[:2] if isinstance(x, fx.Node) and _full_size(x, node)]
 
 
 def stored_origin(node: fx.Node) -> fx.Node:
     """The value that a state was stored from: views and casts, roundings included, are gone back through."""
-    while is_view(node) or name_of(node) in _CASTS:
+    while is_view(node) or name_of(node) in CASTS:
         if not is_tensor(node.args[0]):
             break
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
-def path_between(
-    index: Index, root: fx.Node, update: fx.Node, states: Collection[fx.Node] = ()
-) -> set[fx.Node]:
+def path_between(index: Index, root: fx.Node, update: fx.Node, states: Collection[fx.Node] = ()) -> set[fx.Node]:
     """Nodes that depend on `root` and that `update` depends on, `update` included.
 
     Dependence through one of `states` does not count: layers that begin with the same zeros depend on them through the
@@ -412,7 +433,8 @@ def _classify(
     looked_into: Collection[fx.Node] = (),
 ) -> Step:
     free = expr.free()
-    of_state, writes = [], []
+    of_state: list[Term] = []
+    writes: list[Term] = []
     for term in expr.terms:
         roots = [f for f in term.factors if _is_root(f, root)]
         if len(roots) > 1:
@@ -420,7 +442,8 @@ def _classify(
         (of_state if roots else writes).append(term)
     if not of_state:
         raise NoMatch("NOT_A_STATE", "the previous state cancels out", update)
-    decays, erases = [], []
+    decays: list[Term] = []
+    erases: list[Term] = []
     for term in of_state:
         labels = _root_factor(term, root).labels()
         (decays if set(labels) == set(free) and len(labels) == len(free) else erases).append(term)
@@ -514,10 +537,10 @@ def _key_labels(
             raise NoMatch("STATE_MIXED", "the state is mixed along an axis that no key runs along", update)
         renames.append(summed)
     if renames:
-        keys = set(renames[0].values())
-        if any(set(r.values()) != keys for r in renames):
+        outer = set(renames[0].values())
+        if any(set(r.values()) != outer for r in renames):
             raise NoMatch("STATE_MIXED", "two erases read along different axes", update)
-        return [x for x in expr.free() if x in keys], renames
+        return [x for x in expr.free() if x in outer], renames
     if key_axis is not None:
         return flat(expr.axes[key_axis]), []
     # Nothing reads the state: a decay per channel tells K, else the order of the axes does.
@@ -601,8 +624,8 @@ def _prove_delta(
     (decay,), (erase,), (rename,) = step.decay_terms, erases, renames
     keys, columns = set(step.key), set(step.column)
     # An erase reads the decayed state: its factors hold the decay, along the summed axis.
-    inner = {outer: summed for summed, outer in rename.items()}
-    factors = _take(list(_without(erase, root)), [f.renamed(inner) for f in decay.factors])
+    names_inside = {outer: summed for summed, outer in rename.items()}
+    factors = _take(list(_without(erase, root)), [f.renamed(names_inside) for f in decay.factors])
     if factors is None:
         raise NoMatch("DECAY_ORDER", "the erase does not read the decayed state", step.update)
     read = [f for f in factors if set(f.labels()) & set(rename)]
@@ -687,7 +710,7 @@ def _refuse_hidden_beta(step: Step, index: Index) -> None:
 
 def _is_mask(node: fx.Node) -> bool:
     """Whether a tensor is a cast of integers or booleans."""
-    while is_view(node) or name_of(node) in _CASTS or name_of(node) in ("aten::select", "aten::slice"):
+    while is_view(node) or name_of(node) in CASTS or name_of(node) in ("aten::select", "aten::slice"):
         if not is_tensor(node.args[0]):
             return False
         node = node.args[0]  # type: ignore[assignment]

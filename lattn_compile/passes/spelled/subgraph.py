@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from lattn_compile.passes.spelled.proposal import CONSTANT
 from lattn_compile.passes.spelled.writer import value
 
 __all__ = [
@@ -157,7 +158,9 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def constant(node: fx.Node) -> Any:
-    """What a get_attr node names; None if that cannot be found."""
+    """What a get_attr node names, or the literal that an input stands for; None if that cannot be found."""
+    if node.op == "placeholder":
+        return node.meta.get(CONSTANT)
     found: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         found = getattr(found, part, None)
@@ -224,9 +227,9 @@ def extract(outputs: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> Region:
         stack.append((node, True))
         if is_symbolic(node):
             continue
-        if node.op == "placeholder":
+        if node.op == "placeholder" and CONSTANT not in node.meta:
             raise Rejected(f"the graph input {node} is reached past the frontier {_names(inputs)}")
-        if node.op == "get_attr":
+        if node.op == "get_attr" or CONSTANT in node.meta:
             found = constant(node)
             if isinstance(found, fx.GraphModule):
                 modules[node] = found

@@ -1,6 +1,6 @@
 """Sums of products of indexed tensors: what a multilinear expression of a graph is, element by element.
 
-    mul, sum: (Σ_terms coefficient · Π factor[labels]); a label that is not on an axis of the result is summed over.
+mul, sum: (Σ_terms coefficient · Π factor[labels]); a label that is not on an axis of the result is summed over.
 """
 
 from __future__ import annotations
@@ -15,7 +15,20 @@ from lattn_compile.passes.spelled.labels import Axis, Label, constant_size, flat
 from lattn_compile.passes.spelled.proposal import NoMatch
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["EYE", "Expr", "Factor", "Term", "add", "atom", "broadcast", "contract", "inverse", "keyed", "multiply", "simplify"]
+__all__ = [
+    "EYE",
+    "Expr",
+    "Factor",
+    "Term",
+    "add",
+    "atom",
+    "broadcast",
+    "contract",
+    "inverse",
+    "keyed",
+    "multiply",
+    "simplify",
+]
 
 MAX_TERMS = 64
 

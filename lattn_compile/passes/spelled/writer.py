@@ -71,7 +71,7 @@ class Writer:
         dims = [d % len(dims) for d in dims]
         if x.target is aten.permute.default and x in self.inserted:
             inner = x.args[1]
-            x, dims = x.args[0], [inner[d] for d in dims]  # type: ignore[index, assignment]
+            x, dims = x.args[0], [inner[d] for d in dims]  # type: ignore[index, assignment, misc]
         return x if default_permutation(dims) else self.call(aten.permute.default, x, list(dims))
 
     def reshape(self, x: fx.Node, shape: Sequence[Any]) -> fx.Node:

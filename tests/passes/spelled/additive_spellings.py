@@ -238,7 +238,8 @@ def divided_by_growth(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, 
     return torch.stack(outs, 1), S
 
 
-@match("additive", "channel", untraceable=("make_fx", "export"))
+# functorch levels in a graph are not made functional, so nothing is searched there
+@match("additive", "channel", untraceable=("make_fx", "export", "compile"))
 def vmap_over_heads(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Pair:
     def head(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> Pair:
         ys = []

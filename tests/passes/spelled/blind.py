@@ -70,7 +70,7 @@ def naive_gated_delta_rule(q, k, v, g, beta, S):
 
 def _scan(f, init, xs):
     carry, ys = init, []
-    for x in zip(*xs):
+    for x in zip(*xs, strict=True):
         carry, y = f(carry, x)
         ys.append(y)
     return carry, torch.stack(ys)
@@ -252,7 +252,7 @@ class GatedDeltaCell(nn.Module):
 def module_cell(q, k, v, g, beta, S):
     cell = GatedDeltaCell(q.size(-1))
     outputs = []
-    for q_t, k_t, v_t, g_t, b_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), g.unbind(1), beta.unbind(1)):
+    for q_t, k_t, v_t, g_t, b_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), g.unbind(1), beta.unbind(1), strict=True):
         o_t, S = cell(q_t, k_t, v_t, g_t, b_t, S)
         outputs.append(o_t)
     return torch.stack(outputs, 1), S
@@ -396,7 +396,7 @@ def chunk_gla(q, k, v, g, beta, S):
     causal = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
     scale = K**-0.5
     outs = []
-    for q_c, k_c, v_c, g_c in zip(q, k, v, g):
+    for q_c, k_c, v_c, g_c in zip(q, k, v, g, strict=True):
         b = g_c.cumsum(-2)  # [B, H, C, K]
         # pairwise differences, so that nothing is ever divided by a vanishing decay
         diff = b.unsqueeze(-2) - b.unsqueeze(-3)
@@ -497,7 +497,7 @@ def near_beta_on_value_only(q, k, v, g, beta, S):
     scale = 1.0 / math.sqrt(q.shape[-1])
     v = v * beta.unsqueeze(-1)
     outs = []
-    for q_t, k_t, v_t in zip(q.unbind(1), k.unbind(1), v.unbind(1)):
+    for q_t, k_t, v_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True):
         v_t = v_t - (S * k_t.unsqueeze(-1)).sum(-2)
         S = S + k_t.unsqueeze(-1) * v_t.unsqueeze(-2)
         outs.append((S * q_t.unsqueeze(-1)).sum(-2) * scale)

@@ -316,7 +316,8 @@ def _matrix_step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Te
     return S, q @ S
 
 
-@match("delta", "head", untraceable=("make_fx",))
+# functorch levels in a graph are not made functional, so nothing is searched there
+@match("delta", "head", untraceable=("make_fx", "export", "compile"))
 def vmap_over_batch_and_heads(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Pair:
     step = torch.func.vmap(torch.func.vmap(_matrix_step))
     outs = []

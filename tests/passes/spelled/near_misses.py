@@ -299,7 +299,7 @@ def convolved(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tenso
     return S, _read(S, q)
 
 
-@refuse("no gradient passes through the state", differs="gradients")
+@refuse("no gradient passes through the state: steps of their own", differs="gradients", either=True)
 @_near
 def detached(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Pair:
     S = _delta(_keep(g) * S.detach(), k, v, beta)

@@ -675,7 +675,8 @@ def test_ordinary_code_is_not_talked_about(name: str) -> None:
 
 def test_a_strict_compile_says_what_was_not_done() -> None:
     def growing(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Any:
-        return 2 * S + k[:, 0, :, :, None] * v[:, 0, :, None]
+        S = 2 * S + k[:, 0, :, :, None] * v[:, 0, :, None]
+        return torch.einsum("bhkv,bhk->bhv", S, q[:, 0]), S
 
     with pytest.raises(lc.LattnError, match="decay is 2"):
         by_compile(growing, tensors(grad=False), strict=True)

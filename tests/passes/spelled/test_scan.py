@@ -22,7 +22,7 @@ B, T, H, K, V = 2, 6, 3, 4, 5
 
 
 def match_body(body: fx.GraphModule) -> Proposal | NearMiss | None:
-    found = find(body)
+    found = find(body, in_loop=True)
     return next(iter([*found.proposals, *found.misses]), None)
 
 
