@@ -17,6 +17,7 @@ from lattn_compile.passes import capture
 from lattn_compile.passes.context import PassContext
 from lattn_compile.passes.normalize import functional_copy
 from lattn_compile.passes.spelled.aten import widens
+from lattn_compile.passes.spelled.prefilter import may_hold_a_recurrence
 from lattn_compile.passes.spelled.proposal import NearMiss, Proposal, withdraw
 from lattn_compile.passes.spelled.ranges import interval
 from lattn_compile.passes.spelled.search import region_of, search, sections_of
@@ -30,6 +31,8 @@ MAX_TEXT = 400  # lines of a site's subgraph that go into the report
 
 
 def run(context: PassContext) -> None:
+    if not may_hold_a_recurrence(context.module):
+        return
     copy = functional_copy(context.module)
     context.unsearched = copy.refused
     try:

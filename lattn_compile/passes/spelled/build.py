@@ -15,7 +15,8 @@ from lattn_compile.passes.spelled.frontier import frontier_of
 from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, size_of
 from lattn_compile.passes.spelled.proposal import NoMatch, Proposal
 from lattn_compile.passes.spelled.ranges import interval, is_decay
-from lattn_compile.passes.spelled.step import Product, Step, is_view
+from lattn_compile.passes.spelled.spine import is_view
+from lattn_compile.passes.spelled.step import Product, Step
 from lattn_compile.passes.spelled.terms import Factor
 from lattn_compile.passes.spelled.vectorize import vectorize
 from lattn_compile.passes.spelled.writer import Writer, value

@@ -14,7 +14,7 @@ from torch import fx
 
 from lattn_compile.passes.spelled.aten import Index, arguments, name_of
 from lattn_compile.passes.spelled.labels import constant_size, is_one
-from lattn_compile.passes.spelled.step import is_view
+from lattn_compile.passes.spelled.spine import is_view
 from lattn_compile.passes.spelled.writer import Writer, value
 
 __all__ = ["canonicalize"]

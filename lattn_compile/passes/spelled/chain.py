@@ -15,18 +15,8 @@ from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander, is_ze
 from lattn_compile.passes.spelled.labels import flat, unify
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch
 from lattn_compile.passes.spelled.reads import Read, fate_of, find_late_read, find_reads, same_elements
-from lattn_compile.passes.spelled.step import (
-    NeedsMatrix,
-    Product,
-    Step,
-    candidates,
-    is_view,
-    match_step,
-    path_between,
-    roots_of,
-    split_product,
-    stored_origin,
-)
+from lattn_compile.passes.spelled.spine import candidates, is_view, path_between, roots_of, stored_origin
+from lattn_compile.passes.spelled.step import NeedsMatrix, Product, Step, match_step, split_product
 from lattn_compile.passes.spelled.terms import simplify
 from lattn_compile.passes.spelled.writer import value
 

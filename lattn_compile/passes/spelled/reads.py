@@ -15,7 +15,8 @@ from lattn_compile.passes.spelled.aten import CASTS, SHAPE_ONLY, Index, is_tenso
 from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander
 from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, same_size, unify
 from lattn_compile.passes.spelled.proposal import NoMatch
-from lattn_compile.passes.spelled.step import Product, Step, is_view, path_between
+from lattn_compile.passes.spelled.spine import is_view, path_between
+from lattn_compile.passes.spelled.step import Product, Step
 from lattn_compile.passes.spelled.terms import Expr, Factor, Term, keyed, simplify
 from lattn_compile.passes.spelled.writer import value
 

@@ -8,19 +8,20 @@ terms are then *proved* to be a decay, a rank-one write, and an erase that reads
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import CASTS, SHAPE_ONLY, Index, is_snapshot, is_tensor, name_of, widens
-from lattn_compile.passes.spelled.expand import PRODUCTS, SELECTS, VIEWS, Expander, expandable, is_zero
-from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, same_size, unify
+from lattn_compile.passes.spelled.aten import CASTS, Index, is_tensor, name_of
+from lattn_compile.passes.spelled.expand import PRODUCTS, SELECTS, VIEWS, Expander, expandable
+from lattn_compile.passes.spelled.labels import Axis, Label, flat, unify
 from lattn_compile.passes.spelled.proposal import NoMatch
+from lattn_compile.passes.spelled.spine import full_size, is_view, path_between
 from lattn_compile.passes.spelled.terms import Expr, Factor, Term, frozenset_of, simplify
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["Product", "Step", "candidates", "is_view", "match_step", "path_between", "roots_of"]
+__all__ = ["NeedsMatrix", "Product", "Step", "match_step", "split_product"]
 
 
 @dataclass(frozen=True)
@@ -73,237 +74,6 @@ class Step:
 
     def keys(self) -> list[Label]:
         return flat(self.key)
-
-
-# Candidates.
-
-_ADDITIONS = frozenset(
-    f"aten::{name}" for name in ("add", "sub", "subtract", "rsub", "addcmul", "baddbmm", "addmm", "addr", "lerp")
-)
-_FUSED = frozenset(["aten::addcmul", "aten::baddbmm", "aten::addmm", "aten::addr"])
-_VIEWS = frozenset(
-    f"aten::{name}"
-    for name in [
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "squeeze",
-        "unsqueeze",
-        "permute",
-        "transpose",
-        "t",
-        "mT",
-        "movedim",
-        "moveaxis",
-        "swapaxes",
-        "swapdims",
-        "expand",
-        "clone",
-        "contiguous",
-        "alias",
-        "positive",
-        "_reshape_alias",
-        "numpy_T",
-        "adjoint",
-        "mH",
-        "view_as",
-        "reshape_as",
-    ]
-)
-_SCALINGS = frozenset(["aten::mul", "aten::div", "aten::neg", "aten::multiply"])
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node holds the very values of its first argument."""
-    name = name_of(node)
-    if is_snapshot(node):
-        return False
-    if name == "aten::slice":
-        source = value(node.args[0])
-        return all(same_size(a, b) for a, b in zip(source.shape, value(node).shape, strict=True))
-    if name in CASTS:
-        return is_tensor(node.args[0]) and value(node.args[0]).dtype == value(node).dtype
-    return name in _VIEWS
-
-
-def _shape(node: fx.Node) -> Sequence[object]:
-    return value(node).shape  # type: ignore[no-any-return]
-
-
-def _full_size(x: object, like: fx.Node) -> bool:
-    """Whether operand `x` of `like` has all its elements, apart from axes of size 1."""
-    if not is_tensor(x):
-        return False
-    a = [n for n in _shape(x) if not is_one(n)]  # type: ignore[arg-type]
-    b = [n for n in _shape(like) if not is_one(n)]
-    return len(a) == len(b) and all(
-        same_size(m, n) for m, n in zip(sorted(a, key=str), sorted(b, key=str), strict=True)
-    )
-
-
-def _is_outer(index: Index, node: fx.Node) -> bool:
-    """Whether a node makes an outer product: every operand lacks an axis that the result has."""
-    name = name_of(node)
-    if name in ("aten::outer", "aten::ger", "aten::addr"):
-        return True
-    if name in ("aten::mul", "aten::multiply", "aten::addcmul"):
-        pair = node.args[1:3] if name == "aten::addcmul" else node.args[:2]
-        if not all(is_tensor(x) for x in pair) or len(pair) < 2:
-            return False
-        out = _varying(index, node)
-        return all(_lacks(_varying(index, x), out) for x in pair)  # type: ignore[arg-type]
-    if name in ("aten::matmul", "aten::bmm", "aten::mm", "aten::baddbmm", "aten::addmm"):
-        pair = node.args[1:3] if name in _FUSED else node.args[:2]
-        if not all(is_tensor(x) for x in pair):
-            return False
-        x, y = (_shape(p) for p in pair)  # type: ignore[arg-type]
-        return len(x) > 1 and len(y) > 1 and is_one(x[-1]) and not is_one(x[-2]) and not is_one(y[-1])
-    if name == "aten::einsum":
-        left, _, right = node.args[0].replace(" ", "").replace("...", "").partition("->")  # type: ignore[union-attr]
-        subscripts = left.split(",")
-        # A letter that is summed over has to be of size 1 to be none; that is left to the expansion.
-        return len(subscripts) > 1 and all(set(right) - set(s) for s in subscripts)
-    return False
-
-
-def _varying(index: Index, node: fx.Node) -> list[object]:
-    """The shape with 1 for axes along which the same values are repeated."""
-    repeated = index.repeated(node)
-    return [1 if i in repeated else n for i, n in enumerate(_shape(node))]
-
-
-def _lacks(shape: Sequence[object], out: Sequence[object]) -> bool:
-    padded = [1] * (len(out) - len(shape)) + list(shape)
-    return any(is_one(n) and not is_one(m) for n, m in zip(padded, out, strict=True))
-
-
-def candidates(index: Index) -> Iterator[list[fx.Node]]:
-    """For each outer product that is added to something of its own size, the additions it may end in, largest first."""
-    seen: set[fx.Node] = set()
-    for node in index.graph.nodes:
-        if node.op != "call_function" or not is_tensor(node) or not _is_outer(index, node):
-            continue
-        for addition in [node] if name_of(node) in _FUSED else _additions(node):
-            if addition in seen or not is_tensor(addition):
-                continue
-            seen.add(addition)
-            ladder = [addition]
-            while len(ladder) < 4 and (above := _only_addition(ladder[-1])) is not None:
-                ladder.append(above)
-            yield ladder[::-1]
-
-
-def _additions(seed: fx.Node) -> list[fx.Node]:
-    """The additions that `seed` flows into through views and scalings."""
-    found: list[fx.Node] = []
-    waiting = [(seed, 0)]
-    while waiting:
-        node, steps = waiting.pop()
-        for user in node.users:
-            if name_of(user) in _ADDITIONS and _full_size(node, user):
-                found.append(user)
-            elif steps < 8 and (is_view(user) or (name_of(user) in _SCALINGS and _full_size(node, user))):
-                waiting.append((user, steps + 1))
-    return found
-
-
-def _only_addition(node: fx.Node) -> fx.Node | None:
-    while len(node.users) == 1:
-        (user,) = node.users
-        if name_of(user) in _ADDITIONS and _full_size(node, user):
-            return user
-        if not is_view(user):
-            return None
-        node = user
-    return None
-
-
-# Roots.
-
-_CONSTANTS = frozenset(
-    f"aten::{name}" for name in ["full", "new_full", "full_like", "ones", "new_ones", "ones_like", "eye", "arange"]
-)
-
-
-def roots_of(index: Index, update: fx.Node, states: Mapping[fx.Node, object]) -> list[fx.Node]:
-    """What the previous state may be: where the operands of full size lead to, earlier states first."""
-    found: list[fx.Node] = []
-    waiting, seen = [update], {update}
-    while waiting:
-        node = waiting.pop()
-        operands = [] if node in states and node is not update else _carriers(index, node)
-        if not operands:
-            if node is not update and name_of(node) != "aten::eye":  # I - beta k k^T is a matrix, no state
-                found.append(node)
-            continue
-        for x in operands:
-            if x not in seen:
-                seen.add(x)
-                waiting.append(x)
-
-    def rank(node: fx.Node) -> int:
-        origin = stored_origin(node)
-        if origin in states:
-            return 0
-        if origin.op in ("placeholder", "get_attr") or is_zero(origin):
-            return 1
-        if name_of(origin) in _CONSTANTS:
-            return 4
-        return 3 if _is_outer(index, origin) else 2
-
-    return sorted(dict.fromkeys(found), key=lambda node: (rank(node), index.order[node]))
-
-
-def _carriers(index: Index, node: fx.Node) -> list[fx.Node]:
-    """Operands that a state may have come through."""
-    name = name_of(node)
-    if is_view(node):
-        return [node.args[0]]  # type: ignore[list-item]
-    if name in CASTS:
-        source = node.args[0]
-        exact = is_tensor(source) and widens(value(source).dtype, value(node).dtype)
-        return [source] if exact else []  # type: ignore[list-item]
-    if name == "aten::einsum":
-        return [x for x in node.args[1] if _full_size(x, node)]  # type: ignore[misc, union-attr]
-    carrying = _ADDITIONS | _SCALINGS | {"aten::matmul", "aten::bmm", "aten::mm"}
-    if name not in carrying or (_is_outer(index, node) and name not in _FUSED):
-        return []
-    return [x for x in node.args[:2] if isinstance(x, fx.Node) and _full_size(x, node)]
-
-
-def stored_origin(node: fx.Node) -> fx.Node:
-    """The value that a state was stored from: views and casts, roundings included, are gone back through."""
-    while is_view(node) or name_of(node) in CASTS:
-        if not is_tensor(node.args[0]):
-            break
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
-def path_between(index: Index, root: fx.Node, update: fx.Node, states: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """Nodes that depend on `root` and that `update` depends on, `update` included.
-
-    Dependence through one of `states` does not count: layers that begin with the same zeros depend on them through the
-    states of the layers before.
-    """
-    last = index.order[update]
-    below, waiting = {root}, [root]
-    while waiting:
-        for user in waiting.pop().users:
-            if name_of(user) in SHAPE_ONLY or (user in states and user is not update):
-                continue
-            if user not in below and index.order[user] <= last:
-                below.add(user)
-                waiting.append(user)
-    path, waiting = set(), [update]
-    while waiting:
-        node = waiting.pop()
-        if node in below and node not in path and node is not root:
-            path.add(node)
-            waiting.extend(node.all_input_nodes)
-    return path
 
 
 # Matching.
@@ -373,7 +143,7 @@ def _without_reads(
     outputs = {
         n
         for n in path
-        if n is not update and is_tensor(n) and not _full_size(n, update) and any(u not in path for u in n.users)
+        if n is not update and is_tensor(n) and not full_size(n, update) and any(u not in path for u in n.users)
     }
     shorter = path_between(index, root, update, {*states, *outputs}) if outputs else path
     return shorter if update in shorter and len(shorter) < len(path) else None
@@ -384,7 +154,7 @@ def _match_beyond_decay(
 ) -> Step:
     """A delta rule whose decay is a sum of terms: the decayed state is found first, and the step matched from there."""
     order = sorted((n for n in path if n is not update), key=index.order.__getitem__)
-    for middle in [n for n in order if is_tensor(n) and _full_size(n, update)][:8]:
+    for middle in [n for n in order if is_tensor(n) and full_size(n, update)][:8]:
         before = path_between(index, root, middle)
         if any(u in path and u not in before for n in (root, *before) if n is not middle for u in n.users):
             continue  # something else than the decayed state is used
@@ -544,11 +314,11 @@ def _key_labels(
     if key_axis is not None:
         return flat(expr.axes[key_axis]), []
     # Nothing reads the state: a decay per channel tells K, else the order of the axes does.
-    labels = {x for t in decays for f in t.factors if not _is_root(f, root) for x in f.labels()}
+    decayed = {x for t in decays for f in t.factors if not _is_root(f, root) for x in f.labels()}
     wide = [axis for axis in expr.axes if flat(axis)]
     if len(wide) < 2:
         raise NoMatch("NOT_A_STATE", "the state has no two axes", update)
-    return (flat(wide[-1]) if labels & set(flat(wide[-1])) else flat(wide[-2])), []
+    return (flat(wide[-1]) if decayed & set(flat(wide[-1])) else flat(wide[-2])), []
 
 
 def _column(step: Step, free: list[Label], writes: list[Term], order: list[Label]) -> list[Label]:
