@@ -109,7 +109,7 @@ def _after(site: SiteNode) -> str | None:
 
 def _near_miss(miss: NearMiss) -> Unmatched:
     return Unmatched(
-        path=module_path_of(miss.node),
+        path=module_path_of(miss.node) or next((p for u in miss.node.users if (p := module_path_of(u))), ""),
         node=miss.node.name,
         stopped_at=miss.stopped_at,
         reason=miss.reason,

@@ -235,6 +235,8 @@ def _cut(
     if len(run) == 1 and head is None and not fate.escapes and not more:
         if fate.blocked is not None:
             raise NoMatch("STATE_OP", f"the new state goes on through {name_of(fate.blocked)}", fate.blocked)
+        if first.rule == "additive" and first.decay == "none":
+            raise NoMatch("NOT_A_STATE", "an outer product is added to a tensor once", last.update)
         raise NoMatch("NOT_CARRIED", "the updated tensor is neither kept nor updated again", last.update)
     _refuse_late_reads(index, run, reads)
     if not in_loop:

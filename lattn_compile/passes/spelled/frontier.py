@@ -25,7 +25,7 @@ def frontier_of(index: Index, proposal: Proposal, needed: Iterable[fx.Node]) -> 
     """
     inserted = set(proposal.inserted)
     read = {x for n in inserted for x in n.all_input_nodes if x not in inserted}
-    given = set(needed)
+    given = set(_drawable(index, needed))
     state = proposal.roles.get("state")
     while state is not None and state in inserted:
         state = state.all_input_nodes[0]

@@ -385,7 +385,7 @@ class MergedLoRA(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for w, a, b in zip(self.w, self.a, self.b, strict=True):
-            x = torch.tanh(x @ (w * 0.9 + 0.5 * (a @ b)))
+            x = torch.tanh(x @ (w + 0.5 * (a @ b)))
         return x
 
 
