@@ -96,6 +96,8 @@ def __getattr__(name: str) -> Any:
     if name == "capture":
         # Capture has to know the tracers before it is entered; the backend wires it to them.
         importlib.import_module("lattn_compile.backend")
+    if "torch" in sys.modules:
+        importlib.import_module("lattn_compile.ops")
     value = getattr(module, name)
     globals()[name] = value
     return value
@@ -159,7 +161,9 @@ class _WhenTorchComes:
 
             def exec_module(module: types.ModuleType) -> None:
                 run(module)
-                importlib.import_module("lattn_compile.ops")
+                # A module of ours that is importing torch itself is not whole yet; `__getattr__` registers them then.
+                if not any(name.startswith("lattn_compile.") for name in sys.modules):
+                    importlib.import_module("lattn_compile.ops")
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import lattn_compile as lc
 import lattn_compile.ops
@@ -91,3 +92,41 @@ def test_a_phase_quantizes_on_the_gpu_what_it_quantizes_on_the_cpu() -> None:
         exact = model(ids.cuda(), use_cache=False).logits.cpu()
     effect = (logits["cpu"] - exact).norm()
     assert (logits["cpu"] - logits["cuda"]).norm() <= 0.2 * effect
+
+
+@pytest.mark.parametrize("policy", ["exact", "int8"])
+def test_a_spelled_out_loop_is_found_and_computes_the_same(policy: str) -> None:
+    """Found in the graph of CUDA tensors, checked on the CPU, compiled by Inductor for the device."""
+
+    def loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+        o = []
+        for t in range(q.shape[1]):
+            S = S * g[:, t, :, None, None].exp()
+            u = (v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])) * beta[:, t, :, None]
+            S = S + k[:, t, :, :, None] * u[:, :, None]
+            o.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+        return torch.stack(o, 1), S
+
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    B, T, H, K, V = 2, 6, 3, 32, 48
+    shapes = ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H), (B, T, H), (B, H, K, V))
+    q, k, v, g, beta, S = (torch.randn(*s, generator=generator).cuda() for s in shapes)
+    k, g, beta = torch.nn.functional.normalize(k, dim=-1), -g.abs(), beta.sigmoid()
+    args = [x.requires_grad_() for x in (q, k, v, g, beta, S)]
+    compiled = torch.compile(loop, backend="lattn_compile", options={"policy": policy}, fullgraph=True)
+    got = compiled(*args)
+    report = lc.last_report()
+    assert report is not None and [(s.form, s.rule, s.verdict) for s in report.sites] == [
+        ("loop", "delta", "rewritten")
+    ]
+    chosen = None if policy == "exact" else policy
+    o, state = lc.linear_attention(q, k, v, g, beta, scale=1.0, initial_state=S, output_final_state=True, policy=chosen)
+    want = (o, state if isinstance(state, Tensor) else state.dense())
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    if policy == "exact":
+        plain = loop(*args)
+        grads = [torch.autograd.grad(sum(x.square().sum() for x in out), args) for out in (got, plain)]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)

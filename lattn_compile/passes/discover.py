@@ -16,6 +16,7 @@ from lattn_compile.errors import reason
 from lattn_compile.passes import capture
 from lattn_compile.passes.context import PassContext
 from lattn_compile.passes.normalize import functional_copy
+from lattn_compile.passes.recognize import module_path_of
 from lattn_compile.passes.spelled.aten import widens
 from lattn_compile.passes.spelled.prefilter import may_hold_a_recurrence
 from lattn_compile.passes.spelled.proposal import NearMiss, Proposal, withdraw
@@ -45,6 +46,9 @@ def run(context: PassContext) -> None:
     context.misses += found.misses
     sections: dict[fx.Graph, dict[fx.Node, int]] = {}
     for proposal in found.proposals:
+        if _left_alone(proposal, context):
+            withdraw(proposal)
+            continue
         _allow_growth(proposal)
         graph = proposal.op.graph
         if graph not in sections:
@@ -57,6 +61,12 @@ def run(context: PassContext) -> None:
             context.misses.append(miss)
     if context.proposals:
         context.module = copy.module
+
+
+def _left_alone(proposal: Proposal, context: PassContext) -> bool:
+    """Whether this is the body of a known call that the recipe wants left alone, which was traced as it is."""
+    path = module_path_of(proposal.anchor)
+    return bool(path) and any(f".{left.path}".endswith(f".{path}") for left in context.left_alone)
 
 
 def _allow_growth(proposal: Proposal) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import CASTS, SHAPE_ONLY, Index, is_snapshot, name_of, widens
+from lattn_compile.passes.spelled.aten import CASTS, SHAPE_ONLY, Index, is_snapshot, is_tensor, name_of, widens
 from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander, is_zero
-from lattn_compile.passes.spelled.labels import flat, unify
+from lattn_compile.passes.spelled.labels import flat, same_size, unify
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch
-from lattn_compile.passes.spelled.reads import Read, fate_of, find_late_read, find_reads, same_elements
+from lattn_compile.passes.spelled.reads import Read, fate_of, find_late_read, find_reads
 from lattn_compile.passes.spelled.spine import candidates, is_view, path_between, roots_of, stored_origin
 from lattn_compile.passes.spelled.step import NeedsMatrix, Product, Step, match_step, split_product
 from lattn_compile.passes.spelled.terms import simplify
@@ -74,7 +74,7 @@ def find_chains(index: Index, *, in_loop: bool = False) -> tuple[list[Chain], li
             root = run[0].root
             refused |= {n for s in run for n in s.path}
             if error.code == "NOT_A_STATE":
-                misses += _through_an_op(root, run[-1].update, steps)
+                misses += _through_an_op(index, root, run[-1].update, steps)
                 continue
             if _is_source(root, steps):
                 misses.append(error.at(run[-1].update, steps=len(run)))
@@ -141,16 +141,16 @@ def _match_one(
     return None, missed, miss
 
 
-def _through_an_op(root: fx.Node, update: fx.Node, steps: Mapping[fx.Node, Any]) -> list[NearMiss]:
+def _through_an_op(index: Index, root: fx.Node, update: fx.Node, steps: Mapping[fx.Node, Any]) -> list[NearMiss]:
     """A state that comes from an input through one op that is no view, told once, at the first token."""
     root = stored_origin(root)
     if name_of(root) == "getitem" and isinstance(root.args[0], fx.Node):
-        inputs = root.args[0].all_input_nodes
         root = root.args[0]
-    else:
-        inputs = root.all_input_nodes if root.op == "call_function" else []
-    for x in inputs:
-        if same_elements(x, update) and stored_origin(x) not in steps and _is_source(x, steps):
+    for x in root.all_input_nodes if root.op == "call_function" else ():
+        if not is_tensor(x) or not same_size(value(x).numel(), value(update).numel()):
+            continue
+        before = [stored_origin(x), *(stored_origin(r) for r in roots_of(index, x, steps))]
+        if any(o not in steps and o is not root and _is_source(o, steps) for o in before):
             return [NoMatch("STATE_OP", f"the state goes through {name_of(root)}", root).at(update)]
     return []
 
