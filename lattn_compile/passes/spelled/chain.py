@@ -83,7 +83,17 @@ def find_chains(index: Index, *, in_loop: bool = False) -> tuple[list[Chain], li
             ):
                 inside = NoMatch("STATE_ROUNDED", "a state is rounded on its way to its update", root)
                 misses.append(inside.at(run[-1].update, steps=len(run)))
-    return chains, misses, refused
+    return chains, _told_once(misses), refused
+
+
+def _told_once(misses: list[NearMiss]) -> list[NearMiss]:
+    """An op in the way of a state stands there once a token, before one update and behind another: one is enough."""
+    told: dict[object, NearMiss] = {}
+    for miss in misses:
+        module = tuple(miss.node.meta.get("nn_module_stack") or ())
+        op = miss.stopped_at.rpartition(" ")[2]
+        told.setdefault((miss.reason.code, module, op) if miss.reason.code == "STATE_OP" else miss.node, miss)
+    return list(told.values())
 
 
 def _followers_of(children: dict[fx.Node, list[Step]], step: Step) -> list[Step]:
