@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lattn_compile.passes.spelled.labels import is_one
 from lattn_compile.passes.spelled.writer import value
 
 __all__ = ["CASTS", "SHAPE_ONLY", "Index", "arguments", "is_snapshot", "is_tensor", "name_of", "widens"]
@@ -164,7 +165,7 @@ class Index:
             self._repeated[node] = frozenset()  # until known: bounds the recursion
             found = self._find_repeated(node)
             shape = value(node).shape if found else ()
-            self._repeated[node] = frozenset(i for i in found if not _one(shape[i]))
+            self._repeated[node] = frozenset(i for i in found if not is_one(shape[i]))
         return self._repeated[node]
 
     def _find_repeated(self, node: fx.Node) -> frozenset[int]:
@@ -177,7 +178,7 @@ class Index:
             source = node.args[0]
             new = rank - len(value(source).shape)
             was = self.repeated(source)  # type: ignore[arg-type]
-            ones = [i for i, n in enumerate(value(source).shape) if _one(n)]
+            ones = [i for i, n in enumerate(value(source).shape) if is_one(n)]
             return frozenset([*range(new), *(i + new for i in was), *(i + new for i in ones)])
         if name in ("aten::clone", "aten::contiguous", "aten::_to_copy", "aten::to", "aten::alias"):
             return self.repeated(node.args[0])  # type: ignore[arg-type]
@@ -195,14 +196,9 @@ class Index:
             for x in inputs:
                 shift = rank - len(value(x).shape)
                 kept = self.repeated(x)
-                out -= {i + shift for i, n in enumerate(value(x).shape) if i not in kept and not _one(n)}
+                out -= {i + shift for i, n in enumerate(value(x).shape) if i not in kept and not is_one(n)}
             return frozenset(out)
         return frozenset()
 
     def users(self, node: fx.Node) -> Iterator[fx.Node]:
         yield from sorted(node.users, key=self.order.__getitem__)
-
-
-def _one(n: Any) -> bool:
-    known = n.node.maybe_as_int() if isinstance(n, torch.SymInt) else n
-    return bool(known == 1)

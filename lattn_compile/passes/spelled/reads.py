@@ -16,7 +16,7 @@ from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander
 from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, same_size, unify
 from lattn_compile.passes.spelled.proposal import NoMatch
 from lattn_compile.passes.spelled.spine import is_view, path_between
-from lattn_compile.passes.spelled.step import Product, Step
+from lattn_compile.passes.spelled.step import Step
 from lattn_compile.passes.spelled.terms import Expr, Factor, Term, keyed, simplify
 from lattn_compile.passes.spelled.writer import value
 
@@ -290,8 +290,3 @@ def same_elements(a: fx.Node, b: fx.Node) -> bool:
     x = sorted((n for n in value(a).shape if not is_one(n)), key=str)
     y = sorted((n for n in value(b).shape if not is_one(n)), key=str)
     return len(x) == len(y) and all(same_size(m, n) for m, n in zip(x, y, strict=True))
-
-
-def query_of(read: Read) -> Product:
-    """The query as a product; its coefficient is the read's scale."""
-    return Product(1.0, read.q)

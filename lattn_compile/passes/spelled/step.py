@@ -188,10 +188,6 @@ def _roots(term: Term, root: fx.Node) -> list[Factor]:
     return [f for f in term.factors if f.node is root]
 
 
-def _is_root(f: Factor, root: fx.Node) -> bool:
-    return f.node is root
-
-
 def _classify(
     expr: Expr,
     index: Index,
@@ -206,7 +202,7 @@ def _classify(
     of_state: list[Term] = []
     writes: list[Term] = []
     for term in expr.terms:
-        roots = [f for f in term.factors if _is_root(f, root)]
+        roots = _roots(term, root)
         if len(roots) > 1:
             raise NoMatch("STATE_NONLINEAR", "the update is of second order in the state", update)
         (of_state if roots else writes).append(term)
@@ -270,11 +266,11 @@ def _classify(
 
 
 def _root_factor(term: Term, root: fx.Node) -> Factor:
-    return next(f for f in term.factors if _is_root(f, root))
+    return _roots(term, root)[0]
 
 
 def _without(term: Term, root: fx.Node) -> tuple[Factor, ...]:
-    return tuple(f for f in term.factors if not _is_root(f, root))
+    return tuple(f for f in term.factors if f.node is not root)
 
 
 def _look_into_matrices(term: Term, root: fx.Node, free: set[Label]) -> None:
@@ -314,7 +310,7 @@ def _key_labels(
     if key_axis is not None:
         return flat(expr.axes[key_axis]), []
     # Nothing reads the state: a decay per channel tells K, else the order of the axes does.
-    decayed = {x for t in decays for f in t.factors if not _is_root(f, root) for x in f.labels()}
+    decayed = {x for t in decays for f in t.factors if f.node is not root for x in f.labels()}
     wide = [axis for axis in expr.axes if flat(axis)]
     if len(wide) < 2:
         raise NoMatch("NOT_A_STATE", "the state has no two axes", update)
