@@ -23,8 +23,12 @@ class Format:
 
     The codec works on any strides and leading dimensions, in fp32, or wholly in fp64 for an fp64 state; it is made of
     plain torch operations without data-dependent control flow. Nothing in it is differentiable: the straight-through
-    estimator belongs to the ops. Rounding is to nearest, ties to even. Compiled code should call the codec through the
-    ops of `lattn_compile.codec`: traced into its parts, Inductor drops the round trip of a plain cast.
+    estimator belongs to the ops. Compiled code should call the codec through the ops of `lattn_compile.codec`: traced
+    into its parts, Inductor drops the round trip of a plain cast.
+
+    Codes are rounded to nearest, ties to even, or with random numbers `r`, fp32 in [0, 1) and of the shape of `S`, to
+    one of the two neighbouring codes by distance (`rounding.round_at_random`). Scales are always rounded to nearest;
+    clamps and edge rules are the same. Where the numbers come from is `quantizer.Quantizer`'s business.
 
     Attributes:
         name: the format's name in specs and JSON.
@@ -32,6 +36,7 @@ class Format:
         options: the fields that a format is constructed with; the first may be positional.
         keys: the tensors of an encoded state.
         is_plain: True if storing is a plain cast, with neither tiles nor scales.
+        residual_tile: (block_k, block_v) of an error-feedback residual beside the codes; None on plain formats.
     """
 
     name: ClassVar[str]
@@ -39,6 +44,10 @@ class Format:
     options: ClassVar[tuple[str, ...]] = ()
     keys: ClassVar[tuple[str, ...]] = ("codes",)
     is_plain: ClassVar[bool] = False
+
+    @property
+    def residual_tile(self) -> tuple[int | None, int | None] | None:
+        return None
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Before the generated __init__ sees them: its TypeError names neither the remedy nor the nearest key.
@@ -59,8 +68,8 @@ class Format:
         """The canonical spec, which `parse` reads back: `"int8/*x64"` is int8 with `block_k=None, block_v=64`."""
         return self.name
 
-    def encode(self, S: Tensor) -> Encoded:
-        """Codes and scales of the state `S` `[..., K, V]`, in new contiguous tensors.
+    def encode(self, S: Tensor, r: Tensor | None = None) -> Encoded:
+        """Codes and scales of the state `S` `[..., K, V]`, in new contiguous tensors; to nearest without `r`.
 
         Raises:
             DtypeError: `S` is not fp32, fp64, bf16 or fp16 (the latter two are computed in fp32).
@@ -83,8 +92,8 @@ class Format:
         """
         raise NotImplementedError
 
-    def qdq(self, S: Tensor) -> Tensor:
-        """`decode(encode(S))` in the dtype of `S`, bit for bit, without the detour over codes.
+    def qdq(self, S: Tensor, r: Tensor | None = None) -> Tensor:
+        """`decode(encode(S, r))` in the dtype of `S`, bit for bit, without the detour over codes.
 
         `Fp32` returns an fp32 `S` itself. Raises as `encode` does.
         """
@@ -138,8 +147,9 @@ def as_state(S: Tensor) -> Tensor:
     )
 
 
-def check_encoded(fmt: Format, enc: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
-    """Refuse an encoded state whose tensors, or their trailing `shapes`, are not those of `fmt`."""
+def check_encoded(fmt: Any, enc: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
+    """Refuse an encoded state whose tensors, or their trailing `shapes`, are not those of `fmt`: a format, or whatever
+    else has `keys` and is printed."""
     if set(enc) != set(fmt.keys):
         raise FormatError(
             "enc", got=f"tensors {sorted(enc)}", want=f"{sorted(fmt.keys)}", remedy=f"Pass what {fmt}.encode returned."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["TINY", "divide", "invert", "keep_where", "rn16", "round_to_minifloat_"]
+__all__ = ["TINY", "divide", "invert", "keep_where", "rn16", "round_at_random", "round_to_minifloat_"]
 
 TINY = 2.0**-100
 """Tiles whose largest magnitude lies below this store zeros: their scale, or its inverse, would leave fp32's range."""
@@ -57,18 +57,32 @@ def keep_where(keep: Tensor, x: Tensor) -> Tensor:
     return (x.view(integer) & keep.to(integer).neg_()).view(x.dtype)
 
 
-def round_to_minifloat_(y: Tensor, *, mantissa: int, min_exponent: int) -> Tensor:
-    """`y`, in place, rounded to the nearest float with `mantissa` stored bits and subnormals below `2**min_exponent`.
+def round_at_random(y: Tensor, r: Tensor) -> Tensor:
+    """The integers `f + (r < y - f)`, `f = floor(y)`: y itself where it is an integer, else up with odds `y - f`.
+
+    `r` holds fp32 numbers of [0, 1), uniform on the multiples of 2^-24. The difference is rounded to the dtype of `y`,
+    which matters between -1 and 0 only and shifts the odds by 2^-25. Zeros come out as +0.
+    """
+    low = y.floor()
+    return low.add_(r < y - low)
+
+
+def round_to_minifloat_(y: Tensor, *, mantissa: int, min_exponent: int, r: Tensor | None = None) -> Tensor:
+    """`y`, which it overwrites, rounded to the nearest float with `mantissa` stored bits and subnormals below
+    `2**min_exponent`.
 
     Ties go to the even code; the sign of zero is kept. There is no upper limit: clamp first. Works from fp32 and from
     fp64 with one rounding, where a cast from fp64 to fp8 would round twice; from fp32 it equals the cast, and is
-    several times faster on a CPU.
+    several times faster on a CPU. With `r` (see `round_at_random`), to one of the two neighbours, by distance; the
+    spacing must not be so small that its inverse overflows the dtype of `y`: bf16's subnormals need fp64.
     """
     integer, stored, bias = _LAYOUT[y.dtype]
     exponent_field = (2 * bias + 1) << stored
     # The power of two by which the target's numbers around y are spaced, as bits; then its inverse, and back.
     power = (y.view(integer) & exponent_field).clamp_min_((bias + min_exponent) << stored)
     power.neg_().add_((2 * bias + mantissa) << stored)
-    y.mul_(power.view(y.dtype)).round_()
+    y.mul_(power.view(y.dtype))
+    # By floor whatever the sign, as int8 is rounded: a spacing divides its power of two, so both ends are codes.
+    y = y.round_() if r is None else round_at_random(y, r).copysign_(y)
     power.neg_().add_((2 * bias) << stored)
     return y.mul_(power.view(y.dtype))

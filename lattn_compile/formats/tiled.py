@@ -12,9 +12,19 @@ from torch.nn.functional import pad
 
 from lattn_compile.errors import FormatError
 from lattn_compile.formats.base import Encoded, Format, as_state, check_encoded
-from lattn_compile.formats.rounding import TINY, divide, invert, keep_where, rn16
+from lattn_compile.formats.rounding import TINY, divide, invert, keep_where, rn16, round_at_random
 
-__all__ = ["TiledFormat", "column_tiles", "join_rows", "live_scale", "split_rows", "spread_columns"]
+__all__ = [
+    "TiledFormat",
+    "column_tiles",
+    "join_rows",
+    "live_scale",
+    "pack_rows",
+    "round_to_int",
+    "split_rows",
+    "spread_columns",
+    "unpack_rows",
+]
 
 _MAX_BLOCK = 256
 
@@ -56,20 +66,25 @@ class TiledFormat(Format):
         spec: str = self.__dict__["_spec"]
         return spec
 
-    def _round(self, y: Tensor) -> Tensor:
+    @property
+    def residual_tile(self) -> tuple[int | None, int | None] | None:
+        return self.block_k, self.block_v
+
+    def _round(self, y: Tensor, r: Tensor | None) -> Tensor:
         """Scaled values, which it may overwrite, rounded to the numbers that codes stand for."""
         raise NotImplementedError
 
-    def _quantize(self, S: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantize(self, S: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor]:
         """Code values `[..., nK, block_k, V]` (K padded) and scales `[..., nK, 1, V or 1]`, a tile's repeated."""
         x = split_rows(as_state(S), self.block_k)
         amax = column_tiles(x.abs().amax(-2, keepdim=True), self.block_v)
         scale, safe, live = live_scale(amax, rn16(divide(amax, self.largest)))
         y = keep_where(live, x).mul_(invert(safe))
-        return self._round(y.clamp_(-self.largest, self.largest)), scale
+        y.clamp_(-self.largest, self.largest)
+        return self._round(y, None if r is None else split_rows(r, self.block_k)), scale
 
-    def encode(self, S: Tensor) -> Encoded:
-        values, scale = self._quantize(S)
+    def encode(self, S: Tensor, r: Tensor | None = None) -> Encoded:
+        values, scale = self._quantize(S, r)
         codes = join_rows(values.to(self.code_dtype), S.shape[-2])
         tiles = scale.squeeze(-2)[..., :: self.block_v or 1]
         return {"codes": codes.contiguous(), "state_scale": tiles.clone(memory_format=torch.contiguous_format)}
@@ -83,12 +98,33 @@ class TiledFormat(Format):
         S = join_rows(values.mul_(spread_columns(scale.unsqueeze(-2), self.block_v, V)), K)
         return S.to(dtype or scale.dtype)
 
-    def qdq(self, S: Tensor) -> Tensor:
-        values, scale = self._quantize(S)
+    def qdq(self, S: Tensor, r: Tensor | None = None) -> Tensor:
+        values, scale = self._quantize(S, r)
         return join_rows(values.mul_(scale), S.shape[-2]).to(S.dtype)
 
     def nbytes(self, K: int, V: int) -> int:
         return K * V + 4 * _tiles(K, self.block_k) * _tiles(V, self.block_v)
+
+
+def round_to_int(y: Tensor, r: Tensor | None) -> Tensor:
+    """`y`, which it may overwrite, as integers: to nearest, ties to even, or with the random numbers `r`."""
+    # An integer has no -0, so none may come out of qdq either.
+    return y.round_().add_(0.0) if r is None else round_at_random(y, r)
+
+
+def pack_rows(codes: Tensor) -> Tensor:
+    """4-bit codes, uint8 `[..., K, V]` of 0 to 15, as bytes `[..., ceil(K/2), V]`.
+
+    Key channel 2i is in a byte's low and 2i + 1 in its high half, which is zero beyond an odd K.
+    """
+    if codes.shape[-2] % 2:
+        codes = pad(codes, (0, 0, 0, 1))
+    return (codes[..., 0::2, :] | (codes[..., 1::2, :] << 4)).contiguous()
+
+
+def unpack_rows(packed: Tensor, K: int) -> Tensor:
+    """Undoes `pack_rows`."""
+    return torch.stack((packed & 15, packed >> 4), -2).flatten(-3, -2)[..., :K, :]
 
 
 def _tiles(size: int, block: int | None) -> int:

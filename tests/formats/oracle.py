@@ -11,12 +11,21 @@ from collections.abc import Callable
 from fractions import Fraction
 
 Rows = list[list[float]]
+Pick = Callable[[Fraction], int]
+"""How a number becomes one of the two integers around it. `round` is half-even on fractions."""
+
 FP32, FP64, RN16, E4M3, E2M1 = (24, -149), (53, -1074), (16, None), (4, -9), (2, -1)
+BF16, FP16 = (8, -133), (11, -24)
 TINY = 2.0**-100
 
 
-def rounded(x: Fraction, grid: tuple[int, int | None]) -> Fraction:
-    """`x` to `grid` = (significant bits, exponent of the smallest spacing), nearest, ties to even."""
+def at_random(r: float, grid: tuple[int, int | None]) -> Pick:
+    """Up where the random number `r` is below the distance from the lower integer, computed in `grid`."""
+    return lambda y: math.floor(y) + (Fraction(r) < rounded(y - math.floor(y), grid))
+
+
+def rounded(x: Fraction, grid: tuple[int, int | None], pick: Pick = round) -> Fraction:
+    """`x` to `grid` = (significant bits, exponent of the smallest spacing), to nearest unless `pick` says otherwise."""
     if x == 0:
         return x
     digits, lowest = grid
@@ -25,23 +34,33 @@ def rounded(x: Fraction, grid: tuple[int, int | None]) -> Fraction:
         exponent -= 1
     spacing = exponent - digits + 1 if lowest is None else max(exponent - digits + 1, lowest)
     unit = Fraction(2) ** spacing
-    return round(x / unit) * unit  # Fraction's round is half-even
+    return pick(x / unit) * unit
 
 
 def clamped(x: Fraction, limit: int) -> Fraction:
     return max(min(x, Fraction(limit)), Fraction(-limit))
 
 
-def int8_code(y: Fraction, x: float) -> float:
-    return float(round(clamped(y, 127)))
+def int8_code(y: Fraction, x: float, pick: Pick = round) -> float:
+    return float(pick(clamped(y, 127)))
 
 
-def fp8_code(y: Fraction, x: float) -> float:
-    return math.copysign(float(rounded(clamped(y, 448), E4M3)), x)
+def int4_code(y: Fraction, x: float, pick: Pick = round) -> float:
+    return float(pick(clamped(y, 7)))
 
 
-def fp4_code(y: Fraction, x: float) -> float:
-    return math.copysign(float(rounded(clamped(y, 6), E2M1)), x)
+def fp8_code(y: Fraction, x: float, pick: Pick = round) -> float:
+    return math.copysign(float(rounded(clamped(y, 448), E4M3, pick)), x)
+
+
+def fp4_code(y: Fraction, x: float, pick: Pick = round) -> float:
+    return math.copysign(float(rounded(clamped(y, 6), E2M1, pick)), x)
+
+
+def plain(x: float, kind: tuple[int, int | None], largest: float, pick: Pick) -> float:
+    """A finite number, no larger than the `largest`, as bf16 or fp16 stores it."""
+    assert abs(x) <= largest
+    return math.copysign(float(rounded(Fraction(x), kind, pick)), x)
 
 
 def ranges(size: int, block: int | None) -> list[range]:
@@ -54,10 +73,11 @@ def tiled(
     block_k: int | None,
     block_v: int | None,
     largest: int,
-    code: Callable[[Fraction, float], float],
+    code: Callable[[Fraction, float, Pick], float],
     grid: tuple[int, int | None],
+    r: Rows | None = None,
 ) -> tuple[Rows, Rows, Rows]:
-    """(code values, scales, decoded values) of int8 and fp8."""
+    """(code values, scales, decoded values) of int8 and fp8; with random numbers `r`, stochastic."""
     codes = [[0.0] * len(S[0]) for _ in S]
     values = [[0.0] * len(S[0]) for _ in S]
     scales = []
@@ -75,7 +95,8 @@ def tiled(
                 scale = float(step)
                 for k in rows:
                     for v in cols:
-                        codes[k][v] = code(rounded(Fraction(S[k][v]) * inv, grid), S[k][v])
+                        pick = round if r is None else at_random(r[k][v], grid)
+                        codes[k][v] = code(rounded(Fraction(S[k][v]) * inv, grid), S[k][v], pick)
             scales[-1].append(scale)
             for k in rows:
                 for v in cols:
@@ -83,8 +104,8 @@ def tiled(
     return codes, scales, values
 
 
-def nvfp4(S: Rows, grid: tuple[int, int | None]) -> tuple[Rows, Rows, list[float], Rows]:
-    """(code values, block scales, group scales, decoded values)."""
+def nvfp4(S: Rows, grid: tuple[int, int | None], r: Rows | None = None) -> tuple[Rows, Rows, list[float], Rows]:
+    """(code values, block scales, group scales, decoded values); with random numbers `r`, stochastic."""
     codes = [[0.0] * len(S[0]) for _ in S]
     values = [[0.0] * len(S[0]) for _ in S]
     blocks = [[0.0] * len(S[0]) for _ in ranges(len(S), 16)]
@@ -107,8 +128,27 @@ def nvfp4(S: Rows, grid: tuple[int, int | None]) -> tuple[Rows, Rows, list[float
                     inv = rounded(1 / (scale * group), grid)
                     block = float(scale)
                     for k in rows:
-                        codes[k][v] = fp4_code(rounded(Fraction(S[k][v]) * inv, grid), S[k][v])
+                        pick = round if r is None else at_random(r[k][v], grid)
+                        codes[k][v] = fp4_code(rounded(Fraction(S[k][v]) * inv, grid), S[k][v], pick)
                 blocks[i][v] = block
                 for k in rows:
                     values[k][v] = codes[k][v] * (block * float(group))
     return codes, blocks, groups, values
+
+
+def added(a: float, b: float, grid: tuple[int, int | None]) -> float:
+    """`a + b`; a zero sum keeps the sign that both terms have."""
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return a + b
+    total = float(rounded(Fraction(a) + Fraction(b), grid))
+    return total if total else a + b
+
+
+def fed_back(
+    S: Rows, stored: Rows, tile: tuple[int | None, int | None], bits: int, grid: tuple[int, int | None]
+) -> Rows:
+    """`stored` and its residual in `bits` = 4 or 8, decoded and added."""
+    error = [[added(s, -d, grid) for s, d in zip(*rows, strict=True)] for rows in zip(S, stored, strict=True)]
+    largest, code = (7, int4_code) if bits == 4 else (127, int8_code)
+    _, _, residual = tiled(error, *tile, largest, code, grid)
+    return [[added(d, e, grid) for d, e in zip(*rows, strict=True)] for rows in zip(stored, residual, strict=True)]

@@ -17,8 +17,9 @@ PLAIN = (Fp32(), Bf16(), Fp16())
 def test_storing_is_a_plain_cast(fmt: PlainFormat, dtype: torch.dtype) -> None:
     S = rough(3, 20, 30, dtype=dtype)
     S[0, 0, 0] = 1e38
-    assert same(fmt.encode(S)["codes"], S.to(fmt.dtype))
-    assert same(fmt.qdq(S), S.to(fmt.dtype).to(dtype))
+    stored = dtype if fmt.name == "fp32" else fmt.dtype  # fp32 rounds nothing, in float64 computations neither
+    assert same(fmt.encode(S)["codes"], S.to(stored))
+    assert same(fmt.qdq(S), S.to(stored).to(dtype))
 
 
 def test_no_edge_rule_applies() -> None:

@@ -26,5 +26,5 @@ class Fp8(TiledFormat):
     code_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
     largest: ClassVar[float] = 448.0
 
-    def _round(self, y: Tensor) -> Tensor:
-        return round_to_minifloat_(y, mantissa=3, min_exponent=-6)
+    def _round(self, y: Tensor, r: Tensor | None) -> Tensor:
+        return round_to_minifloat_(y, mantissa=3, min_exponent=-6, r=r)

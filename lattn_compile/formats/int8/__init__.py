@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lattn_compile.formats.tiled import TiledFormat
+from lattn_compile.formats.tiled import TiledFormat, round_to_int
 
 __all__ = ["Int8"]
 
@@ -22,6 +22,5 @@ class Int8(TiledFormat):
     code_dtype: ClassVar[torch.dtype] = torch.int8
     largest: ClassVar[float] = 127.0
 
-    def _round(self, y: Tensor) -> Tensor:
-        # An integer has no -0, so none may come out of qdq either.
-        return y.round_().add_(0.0)
+    def _round(self, y: Tensor, r: Tensor | None) -> Tensor:
+        return round_to_int(y, r)

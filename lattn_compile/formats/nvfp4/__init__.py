@@ -8,11 +8,18 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lattn_compile.formats.base import Encoded, Format, as_state, check_encoded
 from lattn_compile.formats.rounding import TINY, divide, invert, keep_where, rn16, round_to_minifloat_
-from lattn_compile.formats.tiled import column_tiles, join_rows, live_scale, split_rows, spread_columns
+from lattn_compile.formats.tiled import (
+    column_tiles,
+    join_rows,
+    live_scale,
+    pack_rows,
+    split_rows,
+    spread_columns,
+    unpack_rows,
+)
 
 __all__ = ["Nvfp4"]
 
@@ -33,16 +40,19 @@ class Nvfp4(Format):
     gives codes 0 and `b` NaN, while `s_g` is formed from the group's finite values (1 if these stay below 2^-100).
     The sign of zero is kept in the other blocks.
 
-    Encoded: "codes" uint8 `[..., ceil(K/2), V]`, key channels 2i in the low and 2i + 1 in the high four bits (sign,
-    then magnitude; zero beyond an odd K); "block_scale" float8_e4m3fn `[..., ceil(K/16), V]`; "group_scale"
-    `[..., ceil(V/64)]` in the compute dtype.
+    Encoded: "codes" uint8 `[..., ceil(K/2), V]`, as `pack_rows` packs them (sign, then magnitude); "block_scale"
+    float8_e4m3fn `[..., ceil(K/16), V]`; "group_scale" `[..., ceil(V/64)]` in the compute dtype.
     """
 
     name: ClassVar[str] = "nvfp4"
     summary: ClassVar[str] = "E2M1, half a byte a value, an E4M3 scale for 16 of them and an fp32 scale for 64 columns"
     keys: ClassVar[tuple[str, ...]] = ("codes", "block_scale", "group_scale")
 
-    def _quantize(self, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def residual_tile(self) -> tuple[int | None, int | None] | None:
+        return None, _GROUP
+
+    def _quantize(self, S: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Code values `[..., nK, 16, V]`, block scales `[..., nK, 1, V]`, group scales `[..., 1, 1, V or 1]`."""
         x = split_rows(as_state(S), _BLOCK)
         magnitude = x.abs()
@@ -53,16 +63,15 @@ class Nvfp4(Format):
         ratio = divide(divide(block_amax, _LARGEST), group).clamp_(_SMALLEST_SCALE, _LARGEST_SCALE)
         block, safe, live = live_scale(block_amax, round_to_minifloat_(ratio, mantissa=3, min_exponent=-6))
         y = keep_where(live, x).mul_(invert(safe * group)).clamp_(-_LARGEST, _LARGEST)
-        return round_to_minifloat_(y, mantissa=1, min_exponent=0), block, group
+        r = None if r is None else split_rows(r, _BLOCK)
+        return round_to_minifloat_(y, mantissa=1, min_exponent=0, r=r), block, group
 
-    def encode(self, S: Tensor) -> Encoded:
-        values, block, group = self._quantize(S)
+    def encode(self, S: Tensor, r: Tensor | None = None) -> Encoded:
+        values, block, group = self._quantize(S, r)
         values = join_rows(values, S.shape[-2])
-        if S.shape[-2] % 2:
-            values = pad(values, (0, 0, 0, 1))
         codes = _magnitude_code(values.abs()) | (values.signbit().to(torch.uint8) << 3)
         return {
-            "codes": (codes[..., 0::2, :] | (codes[..., 1::2, :] << 4)).contiguous(),
+            "codes": pack_rows(codes),
             "block_scale": block.squeeze(-2).to(torch.float8_e4m3fn).contiguous(),
             "group_scale": group[..., 0, 0, ::_GROUP].clone(memory_format=torch.contiguous_format),
         }
@@ -73,14 +82,14 @@ class Nvfp4(Format):
         K, V = (2 * codes.shape[-2], codes.shape[-1]) if shape is None else shape[-2:]
         shapes = {"codes": (-(-K // 2), V), "block_scale": (-(-K // _BLOCK), V), "group_scale": (-(-V // _GROUP),)}
         check_encoded(self, enc, shapes)
-        nibbles = torch.stack((codes & 15, codes >> 4), -2).flatten(-3, -2)[..., :K, :]
+        nibbles = unpack_rows(codes, K)
         magnitudes = _magnitude(nibbles.bitwise_and(7).to(group.dtype))
         values = split_rows(torch.where(nibbles > 7, -magnitudes, magnitudes), _BLOCK)
         step = block.to(group.dtype) * spread_columns(group.unsqueeze(-2), _GROUP, V)
         return join_rows(values.mul_(step.unsqueeze(-2)), K).to(dtype or group.dtype)
 
-    def qdq(self, S: Tensor) -> Tensor:
-        values, block, group = self._quantize(S)
+    def qdq(self, S: Tensor, r: Tensor | None = None) -> Tensor:
+        values, block, group = self._quantize(S, r)
         return join_rows(values.mul_(block * group), S.shape[-2]).to(S.dtype)
 
     def nbytes(self, K: int, V: int) -> int:
