@@ -10,15 +10,54 @@ different lengths cost what their tokens cost, not `N * max(length)`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from lattn_compile.kernels.reference.padding import Slots
 
-__all__ = ["MAX_BLOCK", "Schedule", "schedule"]
+__all__ = ["MAX_BLOCK", "Lines", "Pending", "Schedule", "schedule"]
 
 MAX_BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """The blocks of a step that end at a grid line, int64 `[E]` each.
+
+    Attributes:
+        rows: within the step.
+        owner: the sequence of each. done: its tokens up to the line.
+        last: which of these are the last line of their sequence; None where none is.
+    """
+
+    rows: Tensor
+    owner: Tensor
+    done: Tensor
+    last: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Tokens behind the last grid line of their sequence, int64 `[P]` each.
+
+    Attributes:
+        row, slot: where the token is in the blocks; rows ascend.
+        sequence, place: whose it is, and how many tokens lie between that line and it.
+    """
+
+    row: Tensor
+    slot: Tensor
+    sequence: Tensor
+    place: Tensor
+
+    def within(self, first: int, last: int) -> Pending | None:
+        """Those in block rows `first <= row < last`, counted from `first`; None if there are none."""
+        lo, hi = torch.searchsorted(self.row, self.row.new_tensor([first, last])).tolist()
+        if lo == hi:
+            return None
+        return Pending(self.row[lo:hi] - first, self.slot[lo:hi], self.sequence[lo:hi], self.place[lo:hi])
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +68,31 @@ class Schedule:
         order: int64 `[N]`, the sequences sorted by falling number of blocks; rows of the running state.
         steps: block rows of step j are `steps[j] : steps[j + 1]`; they belong to the first sequences of `order`.
         index, valid: `[blocks, size]`, the token in each slot of each block (`padding.Slots`); `size` a power of two.
-        ends: per step, the rows (within the step) after whose block a grid line lies; None where there is none.
+        ends: per step, the blocks after which a grid line lies; None where there is none.
         end_slot: slot of the last token before a grid line.
         tokens: tokens a full block holds (`<= size`).
+        chunk: tokens between two grid lines; without a grid, of a block.
+        owner: int64 `[blocks]`, the sequence of each block. base: int64 `[blocks]`, position of each block's slot 0,
+            counted from the grid line at or before the sequence's first token.
+        lead, stop: int64 `[N]`, where the sequence begins and ends, counted likewise.
     """
 
     order: Tensor
     steps: list[int]
     index: Tensor
     valid: Tensor
-    ends: list[Tensor | None]
+    ends: list[Lines | None]
     end_slot: int
     tokens: int
+    chunk: int
+    owner: Tensor
+    base: Tensor
+    lead: Tensor
+    stop: Tensor
+
+    def block_rows(self, span: tuple[int, int]) -> tuple[int, int]:
+        """Block rows `first <= row < last` of steps `span[0] <= step < span[1]`."""
+        return self.steps[span[0]], self.steps[span[1]]
 
     def slots(self, first: int, last: int) -> Slots:
         """The slots of steps `first <= step < last`."""
@@ -50,6 +102,18 @@ class Schedule:
             return Slots(index, valid)
         run = self.order.shape[0] == 1 and index.numel() > 0
         return Slots(index, None, int(index[0, 0]) if run else None)
+
+    def taken(self, step: int) -> list[int]:
+        """Slots that hold a token in any block of a step."""
+        valid: list[bool] = self.valid[self.steps[step] : self.steps[step + 1]].any(0).tolist()
+        return [slot for slot, taken in enumerate(valid) if taken]
+
+    def pending(self) -> Pending:
+        """The tokens behind the last grid line of each sequence, or all of it; there must be a grid."""
+        last = (self.stop - self.stop % self.chunk)[self.owner]
+        place = (self.base - last)[:, None] + torch.arange(self.index.shape[1], device=self.index.device)
+        row, slot = (self.valid & (place >= 0)).nonzero().unbind(1)
+        return Pending(row, slot, self.owner[row], place[row, slot])
 
     def spans(self, block_cost: int, budget: int) -> list[tuple[int, int]]:
         """Runs of steps `(first, last)` whose blocks are processed together, at least 64 tokens of a sequence each.
@@ -106,19 +170,34 @@ def schedule(starts: Tensor, lengths: Tensor, offsets: Tensor | None, grid: int 
     block = first[sequence] + step
     inside = block % per_chunk * tokens
     slot = torch.arange(size, device=device)
-    # Position on the grid of every slot, then the token of the sequence that stands there.
-    token = (block // per_chunk * chunk + inside - lead[sequence])[:, None] + slot
+    base = block // per_chunk * chunk + inside
+    # The token of the sequence that stands in every slot.
+    token = (base - lead[sequence])[:, None] + slot
     valid = (slot < tokens) & (inside[:, None] + slot < chunk) & (token >= 0) & (token < lengths[sequence][:, None])
     index = torch.where(valid, starts[sequence][:, None] + token, 0)
 
-    ends: list[Tensor | None] = [None] * (len(steps) - 1)
     end_slot = chunk - 1 - (per_chunk - 1) * tokens
+    ends: list[Lines | None] = [None] * (len(steps) - 1)
     if grid is not None:
-        at_line = valid[:, end_slot] & (block % per_chunk == per_chunk - 1)
-        for j in range(len(ends)):
-            rows = at_line[steps[j] : steps[j + 1]].nonzero()[:, 0]
-            ends[j] = rows if rows.numel() else None
-    return Schedule(order, steps, index, valid, ends, end_slot, tokens)
+        rows = (valid[:, end_slot] & (block % per_chunk == per_chunk - 1)).nonzero()[:, 0]
+        ends = _lines(rows, bounds, sequence, base + end_slot + 1, lead, lengths, chunk)
+    return Schedule(order, steps, index, valid, ends, end_slot, tokens, chunk, sequence, base, lead, lead + lengths)
+
+
+def _lines(
+    rows: Tensor, bounds: Tensor, sequence: Tensor, line: Tensor, lead: Tensor, lengths: Tensor, chunk: int
+) -> list[Lines | None]:
+    """`Schedule.ends` of the blocks `rows`, which end at the positions `line`; steps begin at `bounds`."""
+    owner, cuts = sequence[rows], torch.searchsorted(rows, bounds)
+    done = line[rows] - lead[owner]
+    inside = rows - bounds[torch.repeat_interleave(cuts.diff())]
+    final = (done + chunk > lengths[owner]).nonzero()[:, 0]
+    edges, final_edges = cuts.tolist(), torch.searchsorted(final, cuts).tolist()
+    ends: list[Lines | None] = []
+    for (lo, hi), (first, last) in zip(pairwise(edges), pairwise(final_edges), strict=True):
+        line_ends = Lines(inside[lo:hi], owner[lo:hi], done[lo:hi], final[first:last] - lo if last > first else None)
+        ends.append(line_ends if hi > lo else None)
+    return ends
 
 
 def _power_of_two(n: int) -> int:

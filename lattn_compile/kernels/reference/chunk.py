@@ -16,16 +16,14 @@ for per-channel decay.)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from lattn_compile.kernels.reference.padding import gather, scatter_
+from lattn_compile.formats.quantizer import Identity, Quantizer
+from lattn_compile.kernels.reference.adjoint import sweep_back
+from lattn_compile.kernels.reference.padding import scatter_
 from lattn_compile.kernels.reference.span import Run, Tokens
-
-if TYPE_CHECKING:
-    from lattn_compile.formats import Format
+from lattn_compile.kernels.reference.writes import Writes
 
 __all__ = ["backward", "forward"]
 
@@ -46,8 +44,9 @@ def forward(
     scale: float,
     qk_l2norm: bool,
     chunk_size: int,
-    quantize: Format | None,
+    quantize: Quantizer | None,
     readout: str,
+    identity: Identity | None = None,
 ) -> Tensor:
     """Runs every sequence over its tokens.
 
@@ -64,21 +63,23 @@ def forward(
         chunk_size: tokens between two grid lines, any positive int; read only when `quantize` is given.
         quantize: the state becomes `quantize.qdq(state)` at each grid line; None is exact.
         readout: "before_write" or "after_write": the last token before a grid line reads the rounded state.
+        identity: position of each sequence's first token, and its name: what keys stochastic rounding.
 
     Returns:
-        The final state `[N, HV, K, V]`, new memory; of a sequence of length 0, its initial state bit for bit.
-        With `quantize`, a run cut on the grid gives the same bits as the uncut one.
+        The final state `[N, HV, K, V]`, new memory; of a sequence of length 0, its initial state bit for bit. Of one
+        that ends on a grid line: what was written there, or, if `quantize` is not idempotent, the state before that
+        write, which the caller encodes once. With `quantize`, a run cut on the grid gives the same bits as the uncut
+        one.
     """
+    writes = None if quantize is None else Writes(chunk_size, quantize, identity, readout == "after_write")
     run = Run(
         Tokens(q, k, v, g, beta),
-        state,
         (starts, lengths, offsets),
+        state.dtype,
         rule=rule,
         scale=scale,
         qk_l2norm=qk_l2norm,
-        chunk_size=chunk_size,
-        quantize=quantize,
-        readout=readout,
+        writes=writes,
     )
     current = run.load(state)
     for span in run.spans:
@@ -105,8 +106,9 @@ def backward(
     scale: float,
     qk_l2norm: bool,
     chunk_size: int,
-    quantize: Format | None,
+    quantize: Quantizer | None,
     readout: str,
+    identity: Identity | None = None,
 ) -> Tensor:
     """Adjoint of `forward`, from the same inputs. Rounding is an identity (straight-through, semantics §7).
 
@@ -120,32 +122,16 @@ def backward(
     Returns:
         Gradient of the initial state, `[N, HV, K, V]`, new memory.
     """
+    writes = None if quantize is None else Writes(chunk_size, quantize, identity, readout == "after_write")
     run = Run(
         Tokens(q, k, v, g, beta),
-        state,
         (starts, lengths, offsets),
+        state.dtype,
         rule=rule,
         scale=scale,
         qk_l2norm=qk_l2norm,
-        chunk_size=chunk_size,
-        quantize=quantize,
-        readout=readout,
+        writes=writes,
     )
-    current = run.load(state)
-    kept = []
-    for span in run.spans:
-        kept.append(current[: run.active(span)].clone())
-        if span is not run.spans[-1]:
-            run.advance(span, run.prepare(span, reads=False), current, keep=False)
-    dcurrent = torch.zeros_like(current) if grad_final is None else run.load(grad_final)
-    for span in reversed(run.spans):
-        blocks = run.prepare(span, reads=True)
-        advance = run.advance(span, blocks, kept.pop())
-        if grad_o is None:
-            dout = state.new_zeros(*blocks.slots.index.shape, *v.shape[1:])
-        else:
-            dout = gather(grad_o, blocks.slots, state.dtype)
-        for name, rows in run.retreat(span, blocks, advance, dout, dcurrent).items():
-            if name in grads:
-                scatter_(grads[name], blocks.slots, rows)
+    dcurrent = run.load(torch.zeros_like(state) if grad_final is None else grad_final)
+    sweep_back(run, state, dcurrent, grad_o, grads)
     return run.unload(dcurrent)

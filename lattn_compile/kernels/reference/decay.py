@@ -6,6 +6,10 @@ With `w(j -> i) = exp(g_{j+1} + ... + g_i)`, the weight that token j's write sti
     overlaps[i, j] = k_i . (w(j -> i) k_j)   for j <  i      what token i's erase sees of it
     q_i, k_i weighted from the block's start, k_j weighted to its end, and the weight of the whole block
 
+Where updates are written rounded (`replay.py`), the k_j that is written is not the k_i that reads: `written`. There a
+token may read its own write unrounded (`apart`); then `reads` is strictly lower and `own[i] = q_i . k_i` stands beside
+it.
+
 Every weight is the exponential of a sum formed from exactly the gates between the two tokens. A difference of two
 cumulative sums would be cheaper, and is NaN after `g = -inf` and off by ulp(200) after `g = -200`. All exponents are
 `<= 0`: nothing can overflow, in the forward or in the adjoint, however strong the decay.
@@ -34,6 +38,7 @@ class OperandGrads:
     Attributes:
         q_in, k_in, k_out: of the operands of the same name, `[B, H, b, K]`.
         reads, overlaps: of the matrices, `[B, H, G, b, b]`; overlaps float64, None for the additive rule.
+        own: of `own`, `[B, H, G, b]`; None where that is the diagonal of `reads`.
         from_start, to_end: `[B, H, G, b]`, of the *exponents* of the row weights; None for per-channel decay, whose
             weights are part of the operands.
         whole: of the exponent of the block's weight, `[B, H, G]` or `[B, H, K]`; None without decay.
@@ -44,6 +49,7 @@ class OperandGrads:
     k_out: Tensor
     reads: Tensor
     overlaps: Tensor | None
+    own: Tensor | None
     from_start: Tensor | None
     to_end: Tensor | None
     whole: Tensor | None
@@ -53,19 +59,20 @@ class HeadDecay:
     """One gate per value head, or none.
 
     Args:
-        q, k: `[B, H, b, K]` at key heads.
+        q, k, written: `[B, H, b, K]` at key heads; `written` may be `k` itself.
         g: `[B, H, G, b]`, or None for no decay at all.
         groups: G.
+        apart: a token's own write is not in `reads` but in `own`.
 
     Attributes:
-        q_in, k_in, k_out: q, k, k as they are.
+        q_in, k_in, k_out: q, k, written as they are.
         from_start, to_end: row weights `[B, H, G, b, 1]`, None without decay.
         whole: the block's weight, `[B, H, 1, G, 1]` against a state `[B, H, K, G, V]`; None without decay.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, g: Tensor | None, groups: int) -> None:
-        self.q_in, self.k_in, self.k_out = q, k, k
-        self._g, self._groups = g, groups
+    def __init__(self, q: Tensor, k: Tensor, written: Tensor, g: Tensor | None, groups: int, *, apart: bool) -> None:
+        self.q_in, self.k_in, self.k_out = q, k, written
+        self._g, self._groups, self._diagonal = g, groups, -1 if apart else 0
         self.from_start = self.to_end = self.whole = self._weights = None
         if g is not None:
             self._weights = _pair_weights(g)
@@ -77,25 +84,34 @@ class HeadDecay:
     def overlaps(self) -> Tensor:
         """`[B, H, G, b, b]`, strictly lower, in float64: see `wy.py`."""
         k = self.k_in.double()
+        written = k if self.k_out is self.k_in else self.k_out.double()
         weights = None if self._g is None else _pair_weights(self._g.double())
-        return self._weigh(k @ k.mT, weights).tril(-1)
+        return self._weigh(k @ written.mT, weights).tril(-1)
 
     def reads(self) -> Tensor:
-        """`[B, H, G, b, b]`, lower."""
-        return self._weigh(self.q_in @ self.k_in.mT, self._weights).tril()
+        """`[B, H, G, b, b]`, lower, without its diagonal if `apart`."""
+        return self._weigh(self.q_in @ self.k_out.mT, self._weights).tril(self._diagonal)
+
+    def own(self) -> Tensor:
+        """What a token reads of its own unrounded write: `[B, H, 1, b, 1]`."""
+        return (self.q_in * self.k_in).sum(-1)[:, :, None, :, None]
 
     def backward(
         self, grad: OperandGrads, reads: Tensor, overlaps: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of q, k and g, given the two matrices of the forward."""
-        q, k = self.q_in, self.k_in
-        dqk = self._unweigh(grad.reads.tril())
-        dq = grad.q_in + dqk @ k
+        """Gradients of q, k and g, given the two matrices of the forward; `written` is k, rounded straight through."""
+        q, k, written = self.q_in, self.k_in, self.k_out
+        dqk = self._unweigh(grad.reads.tril(self._diagonal))
+        dq = grad.q_in + dqk @ written
         dk = grad.k_in + grad.k_out + dqk.mT @ q
+        if grad.own is not None:
+            down = grad.own.sum(2)[..., None]
+            dq += down * k
+            dk += down * q
         pairs = grad.reads * reads
         if grad.overlaps is not None and overlaps is not None:
             dkk = self._unweigh(grad.overlaps.to(k.dtype).tril(-1))
-            dk += (dkk + dkk.mT) @ k
+            dk += (dkk + dkk.mT) @ k if written is k else dkk @ written + dkk.mT @ k
             # Repeated keys make these alternate in sign: their sum is much smaller than its terms.
             pairs = pairs + grad.overlaps * overlaps
         if self._weights is None or grad.from_start is None or grad.to_end is None or grad.whole is None:
@@ -126,11 +142,12 @@ class ChannelDecay:
     weight. Every pair of tokens is covered at exactly one level; cost and memory are `b K log b`, not `b^2 K`.
 
     Args:
-        q, k: `[B, H', b, K]` at the model's key heads.
+        q, k, written: `[B, H', b, K]` at the model's key heads; `written` may be `k` itself.
         g: `[B, HV, b, K]`; b a power of two.
+        apart: a token's own write is not in `reads` but in `own`.
 
     Attributes:
-        q_in, k_in: `[B, HV, b, K]`, weighted from the block's start. k_out: weighted to its end.
+        q_in, k_in: `[B, HV, b, K]`, weighted from the block's start. k_out: `written`, weighted to its end.
         from_start, to_end: None, they are inside the operands.
         whole: the block's weight `[B, HV, K, 1, 1]` against a state `[B, HV, K, 1, V]`.
     """
@@ -138,38 +155,42 @@ class ChannelDecay:
     from_start: None = None
     to_end: None = None
 
-    def __init__(self, q: Tensor, k: Tensor, g: Tensor) -> None:
-        self._q, self._k, self._g = q, k, g
-        self._key_heads = q.shape[1]
+    def __init__(self, q: Tensor, k: Tensor, written: Tensor, g: Tensor, *, apart: bool) -> None:
+        self._q, self._k, self._written, self._g = q, k, written, g
+        self._key_heads, self._apart = q.shape[1], apart
         self._from_start, self._to_end = g.cumsum(-2).exp(), _suffix_sum_exclusive(g, -2).exp()
         self.q_in, self.k_in = self._times(self._from_start, q), self._times(self._from_start, k)
-        self.k_out = self._times(self._to_end, k)
+        self.k_out = self._times(self._to_end, written)
         self.whole = self._from_start[..., -1, :][..., None, None]
 
     def overlaps(self) -> Tensor:
         """`[B, HV, 1, b, b]`, strictly lower, in float64: see `wy.py`."""
-        k = self._k.double()
-        return self._products(k, k, self._g.double())[:, :, None]
+        return self._products(self._k.double(), self._written.double(), self._g.double())[:, :, None]
 
     def reads(self) -> Tensor:
-        """`[B, HV, 1, b, b]`, lower."""
-        out = self._products(self._q, self._k, self._g)
-        own = (self._q * self._k).sum(-1).repeat_interleave(self._groups, 1)
-        out.diagonal(dim1=-2, dim2=-1).copy_(own)
+        """`[B, HV, 1, b, b]`, lower, without its diagonal if `apart`."""
+        out = self._products(self._q, self._written, self._g)
+        if not self._apart:
+            out.diagonal(dim1=-2, dim2=-1).copy_(self._same_token(self._written))
         return out[:, :, None]
 
+    def own(self) -> Tensor:
+        """What a token reads of its own unrounded write: `[B, HV, 1, b, 1]`."""
+        return self._same_token(self._k)[:, :, None, :, None]
+
     def backward(self, grad: OperandGrads, reads: Tensor, overlaps: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and g."""
+        """Gradients of q, k and g; `written` is k, rounded straight through."""
         assert grad.whole is not None
         dreads = grad.reads[:, :, 0]
         doverlaps = None if grad.overlaps is None else grad.overlaps[:, :, 0].to(self._g.dtype)
-        diagonal = self._fold(dreads.diagonal(dim1=-2, dim2=-1)[..., None])
-        dq = self._fold(grad.q_in * self._from_start) + diagonal * self._k
+        own = dreads.diagonal(dim1=-2, dim2=-1) if grad.own is None else grad.own[:, :, 0]
+        diagonal = self._fold(own[..., None])
+        dq = self._fold(grad.q_in * self._from_start) + diagonal * (self._written if grad.own is None else self._k)
         dk = self._fold(grad.k_in * self._from_start + grad.k_out * self._to_end) + diagonal * self._q
         dg = _suffix_sum(grad.q_in * self.q_in + grad.k_in * self.k_in, -2)
         dg += _prefix_sum_exclusive(grad.k_out * self.k_out, -2) + grad.whole[:, :, None]
         for half, later, earlier in _levels(self._g):
-            early_k = self._half(self._k, half, 0, earlier)
+            early_k = self._half(self._written, half, 0, earlier)
             late_q, g_reads = self._half(self._q, half, 1, later), _quadrants(dreads, half)
             dlate, dearly = g_reads @ early_k, g_reads.mT @ late_q
             self._add_half(dq, half, 1, dlate * later)
@@ -188,6 +209,10 @@ class ChannelDecay:
     @property
     def _groups(self) -> int:
         return self._g.shape[1] // self._key_heads
+
+    def _same_token(self, k: Tensor) -> Tensor:
+        """`q_i . k_i`, `[B, HV, b]`."""
+        return (self._q * k).sum(-1).repeat_interleave(self._groups, 1)
 
     def _products(self, left: Tensor, right: Tensor, g: Tensor) -> Tensor:
         """`left_i . (w(j -> i) right_j)` for `j < i`, `[B, HV, b, b]`."""

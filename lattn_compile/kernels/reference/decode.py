@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lattn_compile.formats import Format
+from lattn_compile.formats.quantizer import Identity, Quantizer
 from lattn_compile.kernels.reference.padding import l2norm, l2norm_backward
 
 __all__ = ["backward", "forward"]
@@ -176,14 +176,15 @@ def _advance(
     x: _Tokens,
     *,
     rule: str,
-    quantize: Format | None,
+    quantize: Quantizer | None,
     readout: str,
+    identity: Identity | None,
     o: Tensor | None = None,
     trace: _Trace | None = None,
-) -> Tensor:
-    """Runs the tokens of `x` from `state [G, K, V]` and returns the state after the last.
+) -> tuple[Tensor, Tensor]:
+    """Runs the tokens of `x` from `state [G, K, V]`; returns the state after the last, as written and before that.
 
-    Overwrites `state` unless traced; fills `o [L, G, 1, V]` or `trace` where given.
+    Overwrites `state` unless traced; fills `o [L, G, 1, V]` or `trace` where given. `identity` is the first token's.
     """
     count, delta, after = x.v.shape[0], rule == "delta", readout == "after_write"
     k, q = x.kq.unsqueeze(3).unbind(1)
@@ -203,6 +204,7 @@ def _advance(
     if not delta:
         updates = (x.v if x.beta is None else x.v * x.beta).unbind(0) if trace is None else trace.update.unbind(0)
 
+    unwritten, by_head = state, (x.heads[0], x.heads[1] * x.heads[2], *state.shape[1:])
     for t in range(count):
         if trace is not None:
             before, state = states[t], states[t + 1] if scratch is None else scratch
@@ -217,8 +219,11 @@ def _advance(
             if betas is not None:
                 torch.mul(errors[t], betas[t], out=updates[t])
         state.addcmul_(columns[t], updates[t])
-        # Contiguous, as the next one-token call would find it: a codec may return a slice of a padded tensor.
-        written = state if quantize is None else quantize.qdq(state).contiguous()
+        unwritten = written = state
+        if quantize is not None:
+            now = None if identity is None else identity._replace(position=identity.position + t)
+            # Contiguous, as the next one-token call would find it: a codec may return a slice of a padded tensor.
+            written = quantize.qdq(state.view(by_head), now).contiguous().view(state.shape)
         read = written if after else state
         if outs is not None:
             torch.bmm(queries[t], read, out=outs[t])
@@ -227,7 +232,7 @@ def _advance(
             if scratch is not None:
                 states[t + 1].copy_(written)
         state = written
-    return state
+    return state, unwritten
 
 
 def _retreat(cotangent: Tensor, x: _Tokens, trace: _Trace, *, rule: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -312,8 +317,9 @@ def forward(
     rule: str,
     scale: float,
     qk_l2norm: bool,
-    quantize: Format | None,
+    quantize: Quantizer | None,
     readout: str,
+    identity: Identity | None = None,
 ) -> Tensor:
     """Every sequence's tokens in order, one by one.
 
@@ -326,11 +332,14 @@ def forward(
         checkpoint_every: C, in tokens of a sequence; ignored without `checkpoints`.
         rule: "delta" | "additive". quantize: rounds the state after every token (token mode); None is exact.
         readout: "before_write" reads the output from the state before that rounding, "after_write" from after.
+        identity: of the write after each sequence's first token, where `quantize` draws random bits.
 
     Returns:
-        The final states `[N, HV, K, V]`, a new tensor; a sequence without tokens gets its initial state's bits.
+        The final states `[N, HV, K, V]`, a new tensor; a sequence without tokens gets its initial state's bits. Where
+        writing twice is not writing once (`quantize.idempotent`), the states before their last write.
     """
     final = state.clone(memory_format=torch.contiguous_format)
+    unwritten = final
     every = checkpoint_every if checkpoints is not None else _BLOCK
     for stretch in _stretches(starts, lengths, every):
         if checkpoints is not None:
@@ -340,11 +349,23 @@ def forward(
             x = _load(run, q, k, v, g, beta, dtype=state.dtype, scale=scale, qk_l2norm=qk_l2norm)
             run_o = _slab(run.tokens, tuple(x.v.shape[1:]), v.device, state.dtype) if o is not None else None
             current = run.pick(final)
-            last = _advance(current.flatten(0, 1), x, rule=rule, quantize=quantize, readout=readout, o=run_o)
+            now = _identity(run, identity)
+            last, before = _advance(
+                current.flatten(0, 1), x, rule=rule, quantize=quantize, readout=readout, identity=now, o=run_o
+            )
+            if quantize is not None and not quantize.idempotent:
+                unwritten = run.place(unwritten, before.view(current.shape))
             final = run.place(final, last.view(current.shape))
             if o is not None and run_o is not None:
                 run.put(o, run_o.view(run.tokens, -1, *o.shape[1:]))
-    return final
+    return final if quantize is None or quantize.idempotent else unwritten
+
+
+def _identity(run: _Run, identity: Identity | None) -> Identity | None:
+    """The identity of the run's first token, of the run's sequences."""
+    if identity is None:
+        return None
+    return Identity(run.pick(identity.position) + run.first, run.pick(identity.sequence))
 
 
 @torch.no_grad()
@@ -366,8 +387,10 @@ def backward(
     rule: str,
     scale: float,
     qk_l2norm: bool,
-    quantize: Format | None,
+    quantize: Quantizer | None,
     readout: str,
+    identity: Identity | None = None,
+    longest: int | None = None,
 ) -> Tensor:
     """The adjoint of `forward`, first order; a rounding is differentiated as the identity (semantics §7).
 
@@ -375,6 +398,7 @@ def backward(
         grad_o: `[M, HV, V]`, read at these sequences' tokens only. grad_final: `[N, HV, K, V]`, None is zero.
         q ... lengths and the options: as given to `forward`.
         checkpoints, checkpoint_every: as `forward` filled them; None: one more forward pass makes them here.
+        longest: no sequence has more tokens; for kernels that launch by shapes, here the lengths are read.
         grads: tensors to write these tokens' rows into, under the names present of "dq" `[M, H, K]`, "dk", "dv"
             `[M, HV, V]`, "dg" (as `g`), "dbeta" `[M, HV]`; other rows are left.
 
@@ -388,7 +412,7 @@ def backward(
         checkpoints = state.new_empty(q.shape[0] // checkpoint_every + starts.shape[0], *state.shape[1:])
         forward(
             q, k, v, g, beta, state, starts, lengths, None, checkpoints, checkpoint_every,
-            rule=rule, scale=scale, qk_l2norm=qk_l2norm, quantize=quantize, readout=readout,
+            rule=rule, scale=scale, qk_l2norm=qk_l2norm, quantize=quantize, readout=readout, identity=identity,
         )  # fmt: skip
 
     cotangent = torch.zeros_like(state, memory_format=torch.contiguous_format)
@@ -404,7 +428,10 @@ def backward(
             x = _load(run, q, k, v, g, beta, dtype=state.dtype, scale=scale, qk_l2norm=qk_l2norm)
             trace = _trace(x, run.take(grad_o, state.dtype), rule=rule)
             current = run.pick(entering)
-            last = _advance(current.flatten(0, 1), x, rule=rule, quantize=quantize, readout=readout, trace=trace)
+            now = _identity(run, identity)
+            last, _ = _advance(
+                current.flatten(0, 1), x, rule=rule, quantize=quantize, readout=readout, identity=now, trace=trace
+            )
             if run is not stretch[-1]:
                 entering = run.place(entering, last.view(current.shape))
             steps.append((run, x, trace))

@@ -11,10 +11,12 @@ row: ten times the error of the token loop, over the bound of semantics §8. In 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["SUB_BLOCK", "unit_lower_inverse"]
+__all__ = ["SUB_BLOCK", "rounded_substitution", "unit_lower_inverse"]
 
 SUB_BLOCK = 16
 
@@ -54,3 +56,36 @@ def unit_lower_inverse(strict: Tensor) -> Tensor:
         if b:
             full[..., lo:hi, :lo] = -corner @ (strict[..., lo:hi, :lo] @ full[..., :lo, :lo])
     return full
+
+
+def rounded_substitution(
+    strict: Tensor, known: Tensor, rows: Sequence[int], rounded: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Solves `(I + A) U = R` where later rows see rounded ones: `u_i = r_i - sum A_ij rounded(u_j)`, over j < i.
+
+    No inverse can do that. Sums run in float64, `rounded` gets its row in the dtype of R. A block's bits do not depend
+    on its company.
+
+    Args:
+        strict: A, float64 `[..., n, n]`, strictly lower triangular; leading dimensions broadcast.
+        known: R, `[..., n, V]`.
+        rows: ascending, the rows that may be anything but zero.
+        rounded: `[..., V]` to the same.
+
+    Returns:
+        U and its rounded rows, `[..., n, V]`.
+    """
+    rest = known.to(torch.float64, copy=True)
+    exact, written = torch.zeros_like(known), torch.zeros_like(known)
+    corner = 0
+    for i in rows:
+        if i - corner >= SUB_BLOCK:
+            # What the rows of finished sub-blocks take out of one more sub-block, by one product each.
+            corner = i // SUB_BLOCK * SUB_BLOCK
+            block = slice(corner, corner + SUB_BLOCK)
+            rest[..., block, :] -= strict[..., block, :corner] @ written[..., :corner, :].double()
+        exact[..., i, :] = rest[..., i, :]
+        written[..., i, :] = row = rounded(exact[..., i, :])
+        later = slice(i + 1, corner + SUB_BLOCK)
+        rest[..., later, :] -= strict[..., later, i, None] * row[..., None, :]
+    return exact, written

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lattn_compile.formats import parse
+from lattn_compile.formats.quantizer import Identity, Quantizer
 from lattn_compile.kernels.reference import chunk
 from lattn_compile.testing import oracle
 
@@ -38,6 +39,9 @@ class Case:
     chunk_size: int = 64
     state_format: str | None = None
     readout: str = "before_write"
+    rounding: dict[str, Any] = dataclasses.field(default_factory=dict)
+    position: int = 0
+    """`rounding`: options of the `Quantizer`. Every first token is at `position`, sequence i is named i + 2^33."""
 
     @property
     def starts(self) -> Tensor:
@@ -62,9 +66,14 @@ class Case:
             "scale": self.scale,
             "qk_l2norm": self.qk_l2norm,
             "chunk_size": self.chunk_size,
-            "quantize": None if self.state_format is None else parse(self.state_format),
+            "quantize": None if self.state_format is None else Quantizer(parse(self.state_format), **self.rounding),
             "readout": self.readout,
+            "identity": Identity(torch.full_like(self.lengths, self.position), self.names) if self.rounding else None,
         }
+
+    @property
+    def names(self) -> Tensor:
+        return torch.arange(self.lengths.shape[0]) + 2**33
 
     def arguments(self) -> tuple[Any, ...]:
         tokens = (getattr(self, name) for name in NAMES)
@@ -112,6 +121,9 @@ class Case:
             state_format=self.state_format or "fp32",
             chunk_size=self.chunk_size,
             readout=self.readout,
+            position=self.position,
+            sequence_ids=self.names,
+            **self.rounding,
         )
         result = {"final": out.final_state.detach(), "o": out.o[0].detach()}
         if gradients:

@@ -27,7 +27,8 @@ def test_blocks_hold_every_token_once_in_order_and_never_cross_a_grid_line(
     seen: dict[int, list[int]] = {i: [] for i in range(len(sizes))}
     for j in range(len(plan.steps) - 1):
         rows = range(plan.steps[j], plan.steps[j + 1])
-        ends = [] if plan.ends[j] is None else plan.ends[j].tolist()
+        lines = plan.ends[j]
+        ends = [] if lines is None else lines.rows.tolist()
         for rank, row in enumerate(rows):
             sequence = int(plan.order[rank])
             tokens = (plan.index[row][plan.valid[row]] - starts[sequence]).tolist()
@@ -44,6 +45,38 @@ def test_blocks_hold_every_token_once_in_order_and_never_cross_a_grid_line(
             seen[sequence] += tokens
     for sequence, length in enumerate(sizes):
         assert seen[sequence] == list(range(length))
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.sampled_from([1, 2, 5, 64, 65, 100, 10**6]), st.lists(st.integers(0, 300), min_size=4, max_size=4))
+def test_lines_and_pending_tokens_are_where_counting_finds_them(sizes: list[int], grid: int, leads: list[int]) -> None:
+    lengths = torch.tensor(sizes, dtype=torch.int64)
+    offsets = torch.tensor(leads[: len(sizes)], dtype=torch.int64)
+    plan = schedule(lengths.cumsum(0) - lengths, lengths, offsets, grid)
+
+    lines: dict[int, list[int]] = {i: [] for i in range(len(sizes))}
+    last: dict[int, int] = {}
+    for step, found in enumerate(plan.ends):
+        if found is not None:
+            for j, (row, owner, done) in enumerate(zip(found.rows, found.owner, found.done, strict=True)):
+                assert plan.order[row] == owner == plan.owner[plan.steps[step] + row]
+                lines[int(owner)].append(int(done))
+                if found.last is not None and j in found.last:
+                    last[int(owner)] = int(done)
+    pending = plan.pending()
+    assert torch.equal(pending.row, pending.row.sort().values)
+    halves = [pending.within(0, 1), pending.within(1, len(plan.index))]
+    assert sum(0 if half is None else half.row.numel() for half in halves) == pending.row.numel()
+    left = {(int(i), int(p)): int(plan.index[r, s]) for r, s, i, p in zip(
+        pending.row, pending.slot, pending.sequence, pending.place, strict=True)}  # fmt: skip
+    want = {}
+    for i, size in enumerate(sizes):
+        lead = leads[i] % grid
+        counted = [t + 1 for t in range(size) if (lead + t + 1) % grid == 0]
+        assert lines[i] == counted and last.get(i) == (counted[-1] if counted else None)
+        first = counted[-1] if counted else 0
+        want |= {(i, (lead + t) % grid): int(plan.lead.new_tensor(sizes[:i]).sum()) + t for t in range(first, size)}
+    assert left == want
 
 
 @settings(max_examples=50, deadline=None)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lattn_compile.formats import parse
+from lattn_compile.formats.quantizer import Identity
 from lattn_compile.kernels.reference import chunk, span
 from tests.kernels.reference.chunk_cases import DECAYS, RULES, Case, assert_close, make_case, relative
 
@@ -273,6 +274,47 @@ def test_after_write_the_last_token_of_a_chunk_reads_the_rounded_state() -> None
     assert torch.equal(after["final"], parse("int8").qdq(exact["final"]))
     assert relative(after["o"][19, 0], case.scale * q @ after["final"][0, 0]) < 1e-5
     assert torch.equal(after["o"][:19], exact["o"][:19]) and torch.equal(before["o"], exact["o"])
+
+
+ROUNDINGS = {
+    "stochastic": {"rounding": "stochastic", "seed": 3, "site_id": 5},
+    "feedback": {"feedback": "int4"},
+    "rotation": {"rotation": "hadamard_k"},
+}
+
+
+@pytest.mark.parametrize("readout", ["before_write", "after_write"])
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_every_line_is_rounded_as_the_write_of_its_token_and_a_final_state_not_at_all(name: str, readout: str) -> None:
+    case = make_case(
+        lengths=(40, 33, 0, 7), spare=1, offsets=(0, 7, 3, 5), chunk_size=10, state_format="int8", readout=readout,
+        rounding=ROUNDINGS[name], position=70,
+    )  # fmt: skip
+    got = case.both()
+    assert_close(case, got, case.expected(), 1e-9)
+    plain = dataclasses.replace(case, rounding={}).forward()
+    assert relative(got["o"][case.inside], plain["o"][case.inside]) > 1e-6
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_a_run_cut_on_the_grid_has_the_bits_of_the_uncut_run_if_its_caller_writes_the_state(name: str) -> None:
+    case = make_case(
+        lengths=(25,), chunk_size=10, state_format="int8", rounding=ROUNDINGS[name], position=4, dtype=torch.float32
+    )
+    whole, quantize = case.forward(), case.options()["quantize"]
+    state, pieces = case.state, []
+    for first, last in ((0, 10), (10, 25)):
+        piece = dataclasses.replace(
+            case,
+            **{name: x[first:last].clone() for name, x in case.tensors().items()},
+            state=state,
+            rooms=torch.tensor([last - first]),
+            lengths=torch.tensor([last - first]),
+            position=4 + first,
+        ).forward()
+        pieces.append(piece["o"])
+        state = quantize.qdq(piece["final"], Identity(torch.tensor([4 + last - 1]), case.names))
+    assert torch.equal(torch.cat(pieces), whole["o"]) and torch.equal(piece["final"], whole["final"])
 
 
 @pytest.mark.parametrize("quantized", [False, True])

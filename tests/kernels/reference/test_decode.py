@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lattn_compile.formats import parse
+from lattn_compile.formats.quantizer import Quantizer
 from lattn_compile.kernels.reference import decode
 from lattn_compile.recurrence import BY_NAME
 from lattn_compile.testing import HOSTILE, make_inputs, oracle, straight_through
@@ -102,7 +103,7 @@ def make_case(
         state=x.initial_state[1::2].clone(),
         starts=starts,
         lengths=torch.tensor(lengths, dtype=torch.int64),
-        options=x.options() | {"quantize": parse(fmt) if fmt else None, "readout": readout},
+        options=x.options() | {"quantize": Quantizer(parse(fmt)) if fmt else None, "readout": readout},
     )
     for tensor in case.tensors().values():
         tensor[~case.inside] = torch.nan
@@ -114,7 +115,7 @@ def loop(case: Case, grad_o: Tensor, grad_final: Tensor) -> tuple[Tensor, Tensor
     leaves = {n: x.clone().requires_grad_() for n, x in (case.tensors() | {"state": case.state}).items()}
     fmt = case.options["quantize"]
     options = {name: case.options[name] for name in ("rule", "scale", "qk_l2norm", "readout")}
-    options |= {"write": "exact"} if fmt is None else {"write": "token", "state_format": str(fmt)}
+    options |= {"write": "exact"} if fmt is None else {"write": "token", "state_format": str(fmt.fmt)}
     o = torch.full_like(case.v, torch.nan, dtype=torch.float64)
     finals, loss = [], torch.zeros((), dtype=torch.float64)
     for i, (start, length) in enumerate(zip(case.starts.tolist(), case.lengths.tolist(), strict=True)):
