@@ -19,12 +19,14 @@ __version__ = "0.1.0"
 # Public name -> module that defines it.
 _HOME: dict[str, str] = {
     **dict.fromkeys(("rewrite", "inspect", "RewriteResult"), "api"),
+    "calibrate": "calibrate",
     "capture": "passes.capture",
     **dict.fromkeys(("attach", "detach"), "attach"),
     **dict.fromkeys(("last_report", "reports"), "backend"),
     "linear_attention": "functional",
     "training_phase": "phase",
-    **dict.fromkeys(("encode_state", "decode_state", "EncodedState", "ReplayState"), "state"),
+    **dict.fromkeys(("encode_state", "decode_state", "EncodedState"), "state"),
+    "ReplayState": "replay_state",
     **dict.fromkeys(
         (
             "Policy",
@@ -75,6 +77,7 @@ __all__ = [
     "TwoPrecision",
     "__version__",
     "attach",
+    "calibrate",
     "capture",
     "decode_state",
     "detach",
@@ -97,7 +100,7 @@ def __getattr__(name: str) -> Any:
         # Capture has to know the tracers before it is entered; the backend wires it to them.
         importlib.import_module("lattn_compile.backend")
     if "torch" in sys.modules:
-        importlib.import_module("lattn_compile.ops")
+        importlib.import_module("lattn_compile.carry")
     value = getattr(module, name)
     globals()[name] = value
     return value
@@ -122,6 +125,7 @@ if TYPE_CHECKING:
     from lattn_compile.api import RewriteResult, inspect, rewrite
     from lattn_compile.attach import attach, detach
     from lattn_compile.backend import last_report, reports
+    from lattn_compile.calibrate import calibrate
     from lattn_compile.errors import LattnError, LattnWarning
     from lattn_compile.formats import Bf16, Fp8, Fp16, Fp32, Int8, Nvfp4
     from lattn_compile.functional import linear_attention
@@ -141,12 +145,13 @@ if TYPE_CHECKING:
         Token,
         TwoPrecision,
     )
+    from lattn_compile.replay_state import ReplayState
     from lattn_compile.report import Report, Site
-    from lattn_compile.state import EncodedState, ReplayState, decode_state, encode_state
+    from lattn_compile.state import EncodedState, decode_state, encode_state
 
 
 class _WhenTorchComes:
-    """Registers the `lattn::` ops as soon as torch has been imported, so that a saved program that holds them loads.
+    """Registers the `lattn::` ops, and the states as pytrees, as soon as torch is there, so that saved programs load.
 
     Importing torch here would make a bare import of this package, and the command line's help, take seconds.
     """
@@ -163,13 +168,13 @@ class _WhenTorchComes:
                 run(module)
                 # A module of ours that is importing torch itself is not whole yet; `__getattr__` registers them then.
                 if not any(name.startswith("lattn_compile.") for name in sys.modules):
-                    importlib.import_module("lattn_compile.ops")
+                    importlib.import_module("lattn_compile.carry")
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 if "torch" in sys.modules:
-    importlib.import_module("lattn_compile.ops")
+    importlib.import_module("lattn_compile.carry")
 else:
     sys.meta_path.insert(0, _WhenTorchComes())

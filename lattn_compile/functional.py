@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lattn_compile import phase
-from lattn_compile.errors import DtypeError, PolicyError, SequenceError, ShapeError, StateError, nearest, surfacing
+from lattn_compile.carry import Call, carried, to_carry
+from lattn_compile.errors import DtypeError, PolicyError, SequenceError, ShapeError, nearest, surfacing
 from lattn_compile.ops.decode import CHECKPOINT_EVERY, checkpoint_interval
-from lattn_compile.ops.segments import next_cursor, split
+from lattn_compile.ops.segments import split
 from lattn_compile.phase import Lengths, as_lengths
 from lattn_compile.policy import PRESETS, Policy
-from lattn_compile.state import EncodedState, from_raw
+from lattn_compile.replay_state import ReplayState
+from lattn_compile.state import EncodedState
 
 __all__ = ["linear_attention"]
 
 own_call_tag: Callable[[], str] = str
 """Says, while Dynamo traces a call here, what `lc.attach` knows about it (set by `passes.capture`); "" is nothing."""
 
-_EXACT = ("exact", "fp32", "before_write", "auto", None)
+_EXACT = ("exact", "fp32", "before_write", "auto")
 
 
 def linear_attention(
@@ -36,7 +39,7 @@ def linear_attention(
     *,
     rule: str = "delta",
     scale: float | None = None,
-    initial_state: Tensor | EncodedState | None = None,
+    initial_state: Tensor | EncodedState | ReplayState | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -46,7 +49,7 @@ def linear_attention(
     position: int | Tensor | None = None,
     sequence_ids: Sequence[int] | Tensor | None = None,
     site_id: int = 0,
-) -> tuple[Tensor, Tensor | EncodedState | None]:
+) -> tuple[Tensor, Tensor | EncodedState | ReplayState | None]:
     """Linear attention with an optional decay and an optionally quantized state (semantics §1-5).
 
         S~_t = exp(g_t) ∘ S_{t-1};  u_t = beta_t (v_t - S~_tᵀ k_t)  ["delta"]  or  beta_t v_t  ["additive"]
@@ -69,20 +72,23 @@ def linear_attention(
         sequence_lengths: tokens at or beyond it vanish: output and gradient 0, whatever they hold. Default: the
             phase's, else T.
         policy: a `Policy` (made outside a compiled region) or a preset's name; None computes exactly.
-        position: absolute position of the first token, an int or an int tensor `[]` or `[N]`; sequence_ids: int `[N]`,
-            a caller's name for each sequence. Both key the stochastic rounding only; nearest rounding ignores them.
+        position: absolute position of the first token, an int or an int tensor `[]` or `[N]` (in a compiled region an
+            int is a constant: pass a tensor). Default: where the carried state stands, else the phase's, else 0.
+        sequence_ids: int `[N]`, a caller's name for each sequence, default the phase's, else 0. Both key the stochastic
+            rounding only; nearest rounding ignores them.
         site_id: key of this call site, likewise.
 
     Returns:
         o `[B, T, HV, V]` in q's dtype, and the final state or None: a float32 Tensor `[N, HV, K, V]` (float64 for
-        float64 inputs) without a policy and under `Exact`, an `EncodedState` under `Token` and `Chunk`.
+        float64 inputs) without a policy and under `Exact`, an `EncodedState` under `Token` and `Chunk`, a `ReplayState`
+        under `Replay` and `TwoPrecision`.
 
     Raises:
         ShapeError, DtypeError, SequenceError, StateError, PolicyError, FormatError: bad input, before any computation.
         UnsupportedError: a part of the policy that is not built.
     """
-    write, state_format, readout, implementation, chunk_size = _EXACT if policy is None else _options(policy)
-    state, cursor = _carried(initial_state, write, state_format, chunk_size)
+    call = Call(*(_EXACT if policy is None else _options(policy)))
+    start = carried(initial_state, call)
 
     ambient_prefix, ambient_sequence = phase.current()
     prefix = as_lengths("prefix_lengths", prefix_lengths) if prefix_lengths is not None else ambient_prefix
@@ -96,39 +102,57 @@ def linear_attention(
     batch, tokens = q.shape[0], q.shape[1]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     _check_identity(position, sequence_ids, sequences)
+    where, who = None, None
+    if call.rounding == "stochastic" or policy is None:  # without one, a recipe may put one on this op later
+        ambient_where, ambient_who = phase.current_identity()
+        where = start.position if position is None else _as_ids(position, q.device)
+        where = ambient_where if where is None else where  # a carried state knows where it stands
+        who = ambient_who if sequence_ids is None else _as_ids(sequence_ids, q.device)
 
-    tensors = (q, k, v, g, beta, state, cu_seqlens, prefix, sequence, cursor)
+    lengths = (cu_seqlens, prefix, sequence, start.cursor)
+    identity = () if where is None and who is None else (where, who)
     common = {
-        "write": write,
-        "state_format": state_format,
-        "readout": readout,
-        "implementation": implementation,
+        **call.op_options(),
         "rule": rule,
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
         "qk_l2norm": use_qk_l2norm_in_kernel,
         "site_id": site_id,
     }
     tag = _own_call_tag() if torch.compiler.is_compiling() else ""
+    ring: list[Tensor] = []
     with torch.fx.traceback.annotate({"lattn": tag}) if tag else contextlib.nullcontext():
-        if write == "token" or (write == "exact" and tokens == 1):
-            every = _checkpoint_every(tensors[:6], tokens)
-            o, final, _ = torch.ops.lattn.decode(*tensors, **common, checkpoint_every=every)
+        if call.window is not None:
+            inputs = (q, k, v, g, beta, start.state, start.read, *start.ring)
+            o, final, *ring = torch.ops.lattn.replay(
+                *inputs, *lengths, *identity, **common, keep_ring=output_final_state
+            )
+        elif call.write == "token" or (call.write == "exact" and tokens == 1):
+            every = _checkpoint_every((q, k, v, g, beta, start.state), tokens)
+            inputs = (q, k, v, g, beta, start.state)
+            o, final, _ = torch.ops.lattn.decode(*inputs, *lengths, *identity, **common, checkpoint_every=every)
         else:
-            grid = {} if chunk_size is None else {"chunk_size": chunk_size}
-            o, final = torch.ops.lattn.chunk(*tensors, **common, **grid)
+            o, final = torch.ops.lattn.chunk(q, k, v, g, beta, start.state, *lengths, *identity, **common)
     if not output_final_state:
         return o, None
-    if write == "exact":
+    if call.write == "exact":
         return o, final
     segments = split(batch, tokens, cu_seqlens, prefix, sequence, q.device)
+    # A call in which every sequence has a suffix token leaves no exact state, but inside a chunk.
     ragged = prefix is not None or sequence is not None or cu_seqlens is not None
-    return o, from_raw(
+    exact = call.write == "chunk" or ragged or tokens == 0
+    return o, to_carry(
         final,
-        next_cursor(segments, cursor, chunk_size),
-        state_format,
-        chunk_size=chunk_size,
-        # A token-mode call in which every sequence has a suffix token leaves no exact state.
-        keep_exact=write == "chunk" or ragged or tokens == 0,
+        ring,
+        call,
+        start,
+        segments,
+        rule=rule,
+        site_id=site_id,
+        keep_exact=exact,
+        position=where,
+        sequence_ids=who,
+        has_decay=g is not None,
+        has_beta=beta is not None,
     )
 
 
@@ -137,8 +161,8 @@ def _own_call_tag() -> str:
     return own_call_tag()
 
 
-def _options(policy: Policy | str) -> tuple[str, str, str, str, int | None]:
-    """write, state_format, readout, implementation and chunk_size of a policy."""
+def _options(policy: Policy | str) -> tuple[Any, ...]:
+    """The fields of a policy's `Call`: plain constants."""
     if isinstance(policy, str) and policy in PRESETS:
         policy = PRESETS[policy]
     if not isinstance(policy, Policy):
@@ -150,8 +174,7 @@ def _options(policy: Policy | str) -> tuple[str, str, str, str, int | None]:
             + (nearest(policy, PRESETS) if isinstance(policy, str) else ""),
         )
     options = policy.op_kwargs()
-    words = (options[name] for name in ("write", "state_format", "readout", "implementation"))
-    return (*words, options.get("chunk_size"))  # type: ignore[return-value]
+    return tuple(options.get(name, default) for name, default in Call._field_defaults.items())
 
 
 if torch.__version__ >= "2.13":  # a TorchVersion, which compares as a version
@@ -160,30 +183,8 @@ if torch.__version__ >= "2.13":  # a TorchVersion, which compares as a version
     _options = torch.compiler.assume_constant_result(surfacing()(_options))
 
 
-def _carried(
-    state: Tensor | EncodedState | None, write: str, state_format: str, chunk_size: int | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The tensor that the op continues from, and the cursor that says what it is."""
-    if state is None or isinstance(state, Tensor):
-        return state, None
-    if not isinstance(state, EncodedState):
-        raise StateError(
-            "initial_state",
-            got=type(state).__name__,
-            want="a Tensor [N, HV, K, V], an EncodedState or None",
-            remedy="Pass what an earlier call returned.",
-        )
-    if write == "exact":
-        return state.dense(), None
-    if state.state_format != state_format or not (state.chunk_size is None or state.chunk_size == chunk_size):
-        mode = f"{write} {state_format}" + (f", chunk_size {chunk_size}" if chunk_size is not None else "")
-        raise StateError(
-            "initial_state",
-            got=repr(state),
-            want=f"a state of the policy's own mode, {mode}",
-            remedy="Continue under the policy that made it, or pass initial_state.dense() to round it anew.",
-        )
-    return state.raw(), state.cursor
+def _as_ids(x: int | Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    return x.to(device) if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64, device=device)
 
 
 def _checkpoint_every(tensors: tuple[Tensor | None, ...], tokens: int) -> int:

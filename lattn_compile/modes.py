@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 from lattn_compile.errors import PolicyError, nearest
 from lattn_compile.formats import Format, Fp8, from_dict, parse
+from lattn_compile.formats.factors import FACTORS
 from lattn_compile.strict import check_choice, check_int, check_keys, init_names, strict
 
 __all__ = [
@@ -45,7 +46,6 @@ __all__ = [
 ]
 
 MAX_WINDOW = 64
-FACTORS = (None, "bf16", "fp8_e4m3", "int8")
 ANCHORS = ("fp32", "bf16")
 
 SITES = ("kk", "qk", "w", "u", "ws", "qs", "av", "kv")

@@ -13,18 +13,28 @@ from types import MappingProxyType
 from typing import Any
 
 from lattn_compile.errors import PolicyError, UnsupportedError
-from lattn_compile.formats import Format, Fp8, Fp32
+from lattn_compile.formats import Format, Fp8, Fp32, factors
 from lattn_compile.formats import from_dict as format_from_dict
 from lattn_compile.formats import parse as parse_format
-from lattn_compile.modes import Chunk, Exact, Prefill, Token, TwoPrecision, WriteMode, as_format, instance_hint
+from lattn_compile.formats.quantizer import ROUNDINGS, Quantizer
+from lattn_compile.formats.residual import FEEDBACKS
+from lattn_compile.formats.rotation import ROTATIONS, check_rotation
+from lattn_compile.modes import (
+    Chunk,
+    Exact,
+    Prefill,
+    Replay,
+    Token,
+    TwoPrecision,
+    WriteMode,
+    as_format,
+    instance_hint,
+)
 from lattn_compile.strict import check_choice, check_int, check_keys, init_names, strict
 
 __all__ = ["BUILT", "Policy"]
 
 READOUTS = ("before_write", "after_write")
-ROUNDINGS = ("nearest", "stochastic")
-FEEDBACKS = (None, "int4", "int8", "bf16")
-ROTATIONS = (None, "hadamard_k", "hadamard_v")
 GATES = (None, "bf16", "fp16")
 STORAGES = ("emulated", "packed")
 KERNELS = ("auto", "triton", "reference")
@@ -33,14 +43,9 @@ MAX_SEED = 2**63 - 1
 # What this version computes, field by field. A part that gets built is added here and nowhere else.
 BUILT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "write": (Exact, Chunk, Token),
-        "rounding": ("nearest",),
-        "feedback": (None,),
-        "rotation": (None,),
-        "gate": (None,),
         "prefill": (None,),
         "storage": ("emulated",),
-        "kernel": ("auto", "reference"),
+        "kernel": KERNELS,
     }
 )
 
@@ -188,22 +193,35 @@ class Policy:
         if self.rounded_format is None:
             return
         self.rounded_format.check(key_dim, value_dim)
-        size = {"hadamard_k": key_dim, "hadamard_v": value_dim}.get(self.rotation or "", 1)
-        if size & (size - 1):
-            axis = "K" if self.rotation == "hadamard_k" else "V"
-            raise PolicyError(
-                "rotation",
-                got=f"{self.rotation!r} on a state with {axis} = {size}",
-                want=f"a power of two for {axis}",
-                remedy="Drop rotation, or rotate the other axis.",
-            )
+        check_rotation(self.rotation, key_dim, value_dim)
+
+    def nbytes(self, H: int, HV: int, K: int, V: int, *, decay: str = "head", has_beta: bool = True) -> int:
+        """Bytes that one sequence's state takes, all counted: codes, scales, residuals, read copy, ring, cursor.
+
+        Args:
+            H, HV, K, V: key heads, value heads, key and value size. decay: "none", "head" or "channel".
+            has_beta: whether the ring of two_precision holds a write strength.
+        """
+        rounded = self.rounded_format
+        if rounded is None:
+            return HV * K * V * 4
+        total = HV * Quantizer(rounded, feedback=self.feedback, rotation=self.rotation).nbytes(K, V)
+        if not isinstance(self.write, Replay | TwoPrecision):
+            return total
+        gates = {"none": 0, "head": 1, "channel": K}[decay] * HV * 4
+        if isinstance(self.write, Replay):
+            record = H * factors.nbytes(K, self.write.factors) + HV * factors.nbytes(V, self.write.factors) + gates
+        else:
+            total += HV * self.stored_format.nbytes(K, V)
+            record = 4 * (H * K + 2 * HV * V + (HV if has_beta else 0)) + gates
+        return total + (self.write.window - 1) * record + 4
 
     def unbuilt(self) -> list[str]:
         """The parts of this policy that this version does not compute yet, as they are written: `gate='bf16'`."""
         parts = []
         for name, built in BUILT.items():
             value = getattr(self, name)
-            if not (isinstance(value, built) if name == "write" else value in built):
+            if value not in built:
                 parts.append(f"{name}={value!r}")
         return parts
 
@@ -217,7 +235,7 @@ class Policy:
         if not parts:
             return
         names = [p.split("=", 1)[0] for p in parts]
-        there = [f"{n} " + " or ".join(v.__name__ if isinstance(v, type) else repr(v) for v in BUILT[n]) for n in names]
+        there = [f"{n} " + " or ".join(map(repr, BUILT[n])) for n in names]
         raise UnsupportedError(
             argument,
             got=", ".join(parts),
@@ -226,9 +244,11 @@ class Policy:
         )
 
     def op_kwargs(self) -> dict[str, Any]:
-        """The policy as arguments of the `lattn::` ops: write, state_format, readout, implementation, chunk_size.
+        """The policy as arguments of the `lattn::` op that computes it (`op_form`), without those at their defaults
+        that not every op has.
 
-        `kernel` becomes `implementation` there: Inductor's fallback has a parameter named kernel itself.
+        `kernel` becomes `implementation` there: Inductor's fallback has a parameter named kernel itself. The op's
+        `state_format` is the format that is rounded to, in two_precision the read copy's.
 
         Raises:
             UnsupportedError: a part that is not built; an op never sees such a policy.
@@ -237,31 +257,64 @@ class Policy:
         exact = isinstance(self.write, Exact)
         kwargs: dict[str, Any] = {
             "write": self.write.mode,
-            "state_format": str(self.stored_format),
+            "state_format": str(self.rounded_format or self.stored_format),
             # Exact stores what it computes: one spelling, so that equal policies give equal graphs.
             "readout": "before_write" if exact else self.readout,
             "implementation": self.kernel,
         }
         if isinstance(self.write, Chunk):
             kwargs["chunk_size"] = self.write.chunk_size
+        elif isinstance(self.write, Replay):
+            kwargs |= {"window": self.write.window, "factors": self.write.factors}
+        elif isinstance(self.write, TwoPrecision):
+            kwargs |= {"window": self.write.window, "anchor": self.write.anchor}
+        return kwargs | self.rounding_kwargs() | ({} if self.gate is None else {"gate": self.gate})
+
+    def rounding_kwargs(self) -> dict[str, Any]:
+        """What the codec's ops take beside the format, without what has its default."""
+        kwargs: dict[str, Any] = {}
+        if self.rounding != "nearest":
+            kwargs |= {"rounding": self.rounding, "seed": self.seed}
+        for name in ("feedback", "rotation"):
+            if getattr(self, name) is not None:
+                kwargs[name] = getattr(self, name)
         return kwargs
+
+    @property
+    def op_form(self) -> str:
+        """The op that computes this policy where it quantizes: "chunk", "decode" or "replay"."""
+        return {Chunk: "chunk", Replay: "replay", TwoPrecision: "replay"}.get(type(self.write), "decode")
+
+    @property
+    def rewrites_alike(self) -> bool:
+        """Whether handing a stored state over again changes nothing: such a state may travel dense."""
+        write = self.write
+        each_token = isinstance(write, Token) or (
+            isinstance(write, Replay) and write.window == 1 and write.factors is None
+        )
+        exact = isinstance(write, Exact)
+        return exact or (each_token and self.rounding == "nearest" and self.feedback is None)
 
     @classmethod
     def from_op(cls, arguments: Mapping[str, Any]) -> Policy:
         """The policy that an op carries: inverse of `op_kwargs` on the arguments of a `lattn::` op."""
+        fmt = parse_format(arguments["state_format"])
+        mode = arguments["write"]
+        options = {n: arguments[n] for n in ("rounding", "feedback", "rotation", "gate", "seed") if n in arguments}
+        options["kernel"] = arguments["implementation"]
+        if mode == "exact":
+            return cls(write=Exact(), kernel=options["kernel"], gate=options.get("gate"))
+        options["readout"] = arguments["readout"]
+        if options.get("rounding", "nearest") == "nearest":
+            options.pop("seed", None)
+        if mode == "two_precision":
+            return cls(write=TwoPrecision(arguments["window"], read=fmt, anchor=arguments["anchor"]), **options)
         write: WriteMode = {
-            "exact": Exact,
             "token": Token,
             "chunk": lambda: Chunk(arguments["chunk_size"]),
-        }[arguments["write"]]()
-        if isinstance(write, Exact):
-            return cls(write=write, kernel=arguments["implementation"])
-        return cls(
-            parse_format(arguments["state_format"]),
-            write=write,
-            readout=arguments["readout"],
-            kernel=arguments["implementation"],
-        )
+            "replay": lambda: Replay(arguments["window"], factors=arguments["factors"]),
+        }[mode]()
+        return cls(fmt, write=write, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON. Every key is written, so that a later change of a default changes no saved policy."""

@@ -1,5 +1,7 @@
 """A recurrent state that travels: `EncodedState`, what token and chunk modes carry from call to call (semantics §3, 5).
 
+`replay_state.py` has that of the replay and two-precision modes.
+
 One pytree holds codes, scales and cursors together, so that a copy, a reordering or a save cannot take one without the
 others. A carried encoded state is decoded, never encoded again.
 """
@@ -15,10 +17,20 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lattn_compile import codec
-from lattn_compile.errors import DtypeError, ShapeError, StateError, UnsupportedError
+from lattn_compile.errors import DtypeError, ShapeError, StateError
 from lattn_compile.formats import Format, parse
 
-__all__ = ["EncodedState", "ReplayState", "decode_state", "encode_state"]
+__all__ = [
+    "EncodedState",
+    "Written",
+    "as_bytes",
+    "decode_state",
+    "encode_state",
+    "from_bytes",
+    "from_raw",
+    "kept",
+    "nbytes",
+]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,6 +50,8 @@ class EncodedState:
         values: the decoded values, `[N, HV, K, V]`; they carry the gradient. None in a loaded state.
         chunk_size: of the chunk mode; None in token mode.
         shape: (K, V). dtype: what `dense()` returns.
+        feedback, rotation: as in the policy; a residual and a rotated basis change what `tensors` mean.
+        position: int64 `[N]`, tokens that each sequence has seen; where the rounding is stochastic, else None.
     """
 
     state_format: str
@@ -48,6 +62,9 @@ class EncodedState:
     chunk_size: int | None = None
     shape: tuple[int, int] = (0, 0)
     dtype: torch.dtype = torch.float32
+    feedback: str | None = None
+    rotation: str | None = None
+    position: Tensor | None = None
 
     @property
     def fmt(self) -> Format:
@@ -56,14 +73,19 @@ class EncodedState:
     @property
     def nbytes(self) -> int:
         """Bytes of what has to be stored: codes, scales, cursors and `exact`; `values` only emulate."""
-        stored = [*self.tensors.values(), self.cursor, *([] if self.exact is None else [self.exact])]
-        return sum(x.numel() * x.element_size() for x in stored)
+        return nbytes(*self.tensors.values(), self.cursor, self.exact, self.position)
 
     def decoded(self) -> Tensor:
         """What codes and scales say, `[N, HV, K, V]`."""
         if self.values is not None:
             return self.values
-        return codec.decode_tensors(self.tensors, self.state_format, self.shape, self.dtype)
+        return codec.decode_tensors(
+            self.tensors,
+            self.state_format,
+            self.shape,
+            self.dtype,
+            **kept(feedback=self.feedback, rotation=self.rotation),
+        )
 
     def dense(self) -> Tensor:
         """The state as a reader sees it, `[N, HV, K, V]`: exact where it was not handed over yet, else decoded."""
@@ -74,7 +96,11 @@ class EncodedState:
 
     def raw(self) -> Tensor:
         """What the ops continue from: exact also inside a chunk."""
-        return self.decoded() if self.exact is None else self.exact
+        values = self.decoded()
+        if self.exact is None:
+            return values
+        stored = self.cursor == 0 if self.chunk_size is not None else self.cursor >= 0
+        return torch.where(stored.view(-1, 1, 1, 1), values, self.exact)
 
     def index_select(self, index: Tensor) -> EncodedState:
         """The sequences `index` (int `[M]`), for reordering beams or dropping finished ones."""
@@ -94,6 +120,7 @@ class EncodedState:
             cursor=fn(self.cursor),
             exact=None if self.exact is None else fn(self.exact),
             values=None if self.values is None else fn(self.values),
+            position=None if self.position is None else fn(self.position),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -101,47 +128,118 @@ class EncodedState:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "values"}
         if self.exact is not None:
             fields["exact"] = self.exact.detach()
-        # As bytes: pickle does not know torch's 8-bit floats.
-        narrow = {name: x.dtype for name, x in self.tensors.items() if x.dtype.itemsize == 1}
-        fields["tensors"] = {name: x.view(torch.uint8) if name in narrow else x for name, x in self.tensors.items()}
+        fields["tensors"], narrow = as_bytes(self.tensors)
         return (_load, (fields, narrow))
 
     def __repr__(self) -> str:
         mode = "token" if self.chunk_size is None else f"chunk({self.chunk_size})"
         size = list(next(iter(self.tensors.values())).shape[:-2])
-        return f"EncodedState({self.state_format}, {mode}, {[*size, *self.shape]}, {self.nbytes} bytes)"
+        extra = "".join(f", {n}={x!r}" for n, x in (("feedback", self.feedback), ("rotation", self.rotation)) if x)
+        return f"EncodedState({self.state_format}, {mode}{extra}, {[*size, *self.shape]}, {self.nbytes} bytes)"
+
+
+def nbytes(*tensors: Tensor | None) -> int:
+    """Bytes of the tensors that are there."""
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+
+
+def kept(**options: Any) -> dict[str, Any]:
+    """The options that are not None: a codec's op names only what it was asked for, so that equal calls look equal."""
+    return {name: x for name, x in options.items() if x is not None}
+
+
+def as_bytes(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
+    """Tensors that pickle can take: it does not know torch's 8-bit floats. With the dtypes to view them as again."""
+    narrow = {name: x.dtype for name, x in tensors.items() if x.dtype.itemsize == 1}
+    return {name: x.view(torch.uint8) if name in narrow else x for name, x in tensors.items()}, narrow
+
+
+def from_bytes(tensors: dict[str, Tensor], narrow: dict[str, torch.dtype]) -> dict[str, Tensor]:
+    """Inverse of `as_bytes`."""
+    return {name: x.view(narrow[name]) if name in narrow else x for name, x in tensors.items()}
 
 
 def _load(fields: dict[str, Any], narrow: dict[str, torch.dtype]) -> EncodedState:
-    tensors = {name: x.view(narrow[name]) if name in narrow else x for name, x in fields["tensors"].items()}
-    return EncodedState(**fields | {"tensors": tensors})
+    return EncodedState(**fields | {"tensors": from_bytes(fields["tensors"], narrow)})
 
 
 # `torch.load(weights_only=True)` calls nothing that is not listed.
 torch.serialization.add_safe_globals([_load])
 
 
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """How and when the states of one call were last written.
+
+    Attributes:
+        rounding: options of the codec's ops beside the format: rounding, feedback, rotation, seed, site_id; without
+            those that have their default.
+        idempotent: whether writing a written state again changes nothing. The op's raw state is then the stored value,
+            else the value before it was stored.
+        changed: bool `[N]`, states that this call wrote; the others are those of `before`.
+        position, sequence_ids: int `[N]`, of those writes, where random bits are drawn.
+    """
+
+    rounding: dict[str, Any]
+    idempotent: bool
+    changed: Tensor
+    position: Tensor | None = None
+    sequence_ids: Tensor | None = None
+
+
 def from_raw(
-    raw: Tensor, cursor: Tensor, state_format: str, *, chunk_size: int | None, keep_exact: bool
+    raw: Tensor,
+    cursor: Tensor,
+    state_format: str,
+    *,
+    chunk_size: int | None,
+    keep_exact: bool,
+    written: Written | None = None,
+    before: EncodedState | None = None,
+    seen: Tensor | None = None,
 ) -> EncodedState:
     """The `EncodedState` of an op's raw final state.
 
     Args:
-        raw: `[N, HV, K, V]`: the decoded stored value where the cursor says that it was just rounded, exact elsewhere.
-            Encoding a decoded value gives back its codes (idempotence, semantics §3).
+        raw: `[N, HV, K, V]`: the stored value (see `Written`) where the cursor says that it was just rounded, exact
+            elsewhere. Encoding a decoded value gives back its codes (idempotence, semantics §3).
         keep_exact: whether any sequence may be exact; its bytes are kept then.
+        written: None is nearest rounding of everything. before: the state that the call continued, if any.
+        seen: int64 `[N]`, tokens that each sequence has seen, where the rounding is stochastic.
     """
-    tensors = codec.encode_tensors(raw, state_format)
+    options: dict[str, Any] = {}
+    if written is not None:
+        options = {**written.rounding, **kept(position=written.position, sequence_ids=written.sequence_ids)}
+    tensors = codec.encode_tensors(raw, state_format, **options)
+    if keep_exact or (written is not None and not written.idempotent):
+        values = codec.qdq(raw, state_format, **options)
+    else:
+        values = raw
+    if written is not None and not written.idempotent and before is not None:
+        # Codes that did not change are kept, not made again: another rounding of them would be another value.
+        tensors = {name: _where(written.changed, x, before.tensors[name]) for name, x in tensors.items()}
+        values = _where(written.changed, values, before.decoded())
     return EncodedState(
         state_format,
         tensors,
         cursor,
         exact=raw if keep_exact else None,
-        values=codec.qdq(raw, state_format) if keep_exact else raw,
+        values=values,
         chunk_size=chunk_size,
         shape=(raw.shape[-2], raw.shape[-1]),
         dtype=raw.dtype,
+        feedback=options.get("feedback"),
+        rotation=options.get("rotation"),
+        position=seen,
     )
+
+
+def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """`new` in the rows (bool `[N]`) that are set; through bytes where torch cannot select among 8-bit floats."""
+    mask = rows.view(-1, *(1,) * (new.dim() - 1))
+    if new.dtype.itemsize == 1:
+        return torch.where(mask, new.view(torch.uint8), old.view(torch.uint8)).view(new.dtype)
+    return torch.where(mask, new, old)
 
 
 def encode_state(S: Tensor, fmt: Format | str) -> EncodedState:
@@ -191,48 +289,47 @@ def decode_state(state: EncodedState) -> Tensor:
     return state.dense()
 
 
-class ReplayState:
-    """What the replay and two-precision modes carry: anchor, ring of updates, cursor (semantics §5).
-
-    The type is public because signatures name it. No mode of this release produces one, so it cannot be made.
-    """
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        raise UnsupportedError(
-            "ReplayState",
-            got="a constructor call",
-            want="Exact, Token or Chunk writes, which carry a Tensor or an EncodedState",
-            remedy="Replay and TwoPrecision are not built yet.",
-        )
+_OWN = ("cursor", "exact", "values", "position")
 
 
 def _flatten(state: EncodedState) -> tuple[list[Any], tuple[Any, ...]]:
-    children = [*state.tensors.values(), state.cursor, state.exact, state.values]
-    return children, (state.state_format, tuple(state.tensors), state.chunk_size, state.shape, state.dtype)
+    own = [name for name in _OWN if getattr(state, name) is not None]
+    children = [*state.tensors.values(), *(getattr(state, name) for name in own)]
+    spec = (state.state_format, tuple(state.tensors), tuple(own), state.chunk_size, state.shape, state.dtype)
+    return children, (*spec, state.feedback, state.rotation)
 
 
 def _unflatten(children: Any, context: tuple[Any, ...]) -> EncodedState:
-    state_format, names, chunk_size, shape, dtype = context
-    *tensors, cursor, exact, values = children
+    state_format, names, own, chunk_size, shape, dtype, feedback, rotation = context
+    children = list(children)
+    tensors = dict(zip(names, children[: len(names)], strict=True))
     return EncodedState(
-        state_format, dict(zip(names, tensors, strict=True)), cursor, exact, values, chunk_size, shape, dtype
+        state_format,
+        tensors,
+        **dict(zip(own, children[len(names) :], strict=True)),
+        chunk_size=chunk_size,
+        shape=shape,
+        dtype=dtype,
+        feedback=feedback,
+        rotation=rotation,
     )
 
 
 def _flatten_with_keys(state: EncodedState) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
     children, context = _flatten(state)
-    names = [*state.tensors, "cursor", "exact", "values"]
+    names = [*context[1], *context[2]]
     return [(pytree.MappingKey(name), child) for name, child in zip(names, children, strict=True)], context
 
 
 def _dump(context: tuple[Any, ...]) -> list[Any]:
-    state_format, names, chunk_size, shape, dtype = context
-    return [state_format, list(names), chunk_size, list(shape), str(dtype).removeprefix("torch.")]
+    state_format, names, own, chunk_size, shape, dtype, *rest = context
+    spelled = str(dtype).removeprefix("torch.")
+    return [state_format, list(names), list(own), chunk_size, list(shape), spelled, *rest]
 
 
 def _undump(context: list[Any]) -> tuple[Any, ...]:
-    state_format, names, chunk_size, shape, dtype = context
-    return (state_format, tuple(names), chunk_size, tuple(shape), getattr(torch, dtype))
+    state_format, names, own, chunk_size, shape, dtype, *rest = context
+    return (state_format, tuple(names), tuple(own), chunk_size, tuple(shape), getattr(torch, dtype), *rest)
 
 
 pytree.register_pytree_node(

@@ -102,7 +102,7 @@ CALLS: dict[str, tuple[type[LattnError], dict[str, Any]]] = {
     "cu_seqlens past T": (SequenceError, packed(0, 4, 9)),
     "g > 0": (LattnError, {"g": torch.full((B, T, HV), 0.25)}),
     "policy": (PolicyError, {"policy": "int9"}),
-    "unbuilt policy": (UnsupportedError, {"policy": "int8-replay"}),
+    "unbuilt policy": (UnsupportedError, {"policy": lc.Policy(storage="packed")}),
 }
 
 
@@ -163,8 +163,8 @@ policy:
     [policy] policy: got 'int9'; want a Policy, None, or a preset: exact, int8, fp8, int8-replay, fp8-replay,
     nvfp4, fp8-two-precision. A Recipe chooses by path; one call takes one policy. Did you mean 'int8'?
 unbuilt policy:
-    [unsupported] policy: got write=Replay(window=8, factors=None); want write Exact or Chunk or Token. This
-    version does not build more, and does nothing else in its place: change the policy.""",
+    [unsupported] policy: got storage='packed'; want storage 'emulated'. This version does not build more, and
+    does nothing else in its place: change the policy.""",
     )
 
 
@@ -220,7 +220,7 @@ def test_float64_is_refused_on_the_triton_path() -> None:
         lines.append(message(lambda op=op: op(*tensors, scale=1.0, implementation="triton"), DtypeError))  # type: ignore[misc]
     assert lines[0] == lines[1]
     policy = lc.Policy(kernel="triton")
-    call = message(lambda: lc.linear_attention(**{**x, "q": tensors[0]}, policy=policy), UnsupportedError)
+    call = message(lambda: lc.linear_attention(**{**x, "q": tensors[0]}, policy=policy), DtypeError)
     assert_expected_inline(
         listing({"op": lines[0], "call": call}),
         """\
@@ -228,8 +228,8 @@ op:
     [dtype] implementation: got 'triton' with float64 inputs; want bfloat16, float16 or float32 inputs on the
     Triton path. Use 'reference' (a policy's kernel='reference') for float64, or convert the inputs.
 call:
-    [unsupported] policy: got kernel='triton'; want kernel 'auto' or 'reference'. This version does not build
-    more, and does nothing else in its place: change the policy.""",
+    [dtype] implementation: got 'triton' with float64 inputs; want bfloat16, float16 or float32 inputs on the
+    Triton path. Use 'reference' (a policy's kernel='reference') for float64, or convert the inputs.""",
     )
 
 
@@ -305,12 +305,6 @@ POLICIES: dict[str, tuple[type[LattnError], Any]] = {
     "format": (FormatError, {"state": "int9"}),
     "tile": (FormatError, {"state": {"format": "int8", "block_v": -1}}),
     "type": (RecipeError, 8),
-    "replay": (UnsupportedError, "int8-replay"),
-    "two_precision": (UnsupportedError, "fp8-two-precision"),
-    "stochastic": (UnsupportedError, lc.Policy(rounding="stochastic")),
-    "feedback": (UnsupportedError, lc.Policy(feedback="int8")),
-    "rotation": (UnsupportedError, lc.Policy(rotation="hadamard_k")),
-    "gate": (UnsupportedError, lc.Policy(gate="bf16")),
     "packed": (UnsupportedError, lc.Policy(storage="packed")),
     "prefill": (UnsupportedError, lc.Policy(prefill=lc.Prefill(inverse=lc.Neumann(4)))),
     "triton": (UnsupportedError, lc.Policy(kernel="triton")),
@@ -377,7 +371,7 @@ def test_a_compile_with_a_bad_policy_leaves_the_inputs_as_they_were() -> None:
         cache.copy_(state)
         return o
 
-    compiled = torch.compile(step, backend="lattn_compile", options={"policy": "int8-replay"})
+    compiled = torch.compile(step, backend="lattn_compile", options={"policy": lc.Policy(storage="packed")})
     message(lambda: compiled(cache, *arguments().values()), UnsupportedError)
     assert not cache.any()
 

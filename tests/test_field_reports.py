@@ -566,13 +566,6 @@ def test_coarse_int8_is_never_a_silent_default() -> None:  # B62
     assert off(lc.Int8(block_v=None).qdq(S)[..., 64:], S[..., 64:]) > 0.5
 
 
-@pytest.mark.parametrize("feedback", ["int4", "int8", "bf16"])
-def test_error_feedback_is_refused_until_it_is_built(feedback: str) -> None:  # B62
-    x = make_inputs("gdn", batch=1, tokens=4)
-    with pytest.raises(lc.LattnError, match="feedback"):
-        attend(x, policy=lc.Policy(lc.Int8(), feedback=feedback))
-
-
 @pytest.mark.parametrize("fmt", [lc.Int8(), lc.Fp8(), lc.Fp8(block_k=128, block_v=1), lc.Nvfp4()], ids=str)
 @pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-42, 1e-38, 1e-20, 1e-5, 1.0, 1e30, 3e38])
 def test_every_magnitude_has_finite_codes_and_scales(fmt: Any, amax: float) -> None:  # B65

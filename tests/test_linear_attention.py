@@ -14,7 +14,8 @@ from lattn_compile.errors import DtypeError, PolicyError, SequenceError, ShapeEr
 from lattn_compile.formats import Bf16, Fp8, Int8, Nvfp4
 from lattn_compile.functional import linear_attention
 from lattn_compile.phase import training_phase
-from lattn_compile.policy import Chunk, Exact, Policy, Replay, Token, TwoPrecision
+from lattn_compile.policy import Chunk, Exact, Policy, Prefill, Replay, Token, TwoPrecision
+from lattn_compile.replay_state import ReplayState
 from lattn_compile.state import EncodedState, encode_state
 from lattn_compile.testing.oracle import oracle
 from tests.ops.cases import assert_close, inputs, ints
@@ -83,19 +84,12 @@ def test_the_states_type_follows_the_policy_alone() -> None:
         for lengths in ({}, {"prefix_lengths": 20}, {"sequence_lengths": [0, 3]}):
             assert type(run(tensors, policy=policy, **lengths)[1]) is kind
     assert type(run(tensors, policy=CHUNK)[1]) is EncodedState
+    for write in (Replay(), Replay(1), TwoPrecision(4)):
+        assert type(run(tensors, policy=Policy(Int8(8), write=write))[1]) is ReplayState
     assert linear_attention(*tensors[:5], policy=TOKEN)[1] is None
 
 
-@pytest.mark.parametrize("write", [Replay(), TwoPrecision()], ids=str)
-def test_unbuilt_modes_are_refused_and_nothing_else_is_done(write: Any) -> None:
-    with pytest.raises(UnsupportedError, match=rf"write={type(write).__name__}\("):
-        run(inputs(), policy=Policy(Int8(8), write=write))
-
-
-@pytest.mark.parametrize(
-    "part", [{"rounding": "stochastic"}, {"feedback": "int8"}, {"rotation": "hadamard_k"}, {"gate": "bf16"},
-             {"storage": "packed"}, {"kernel": "triton"}],
-)  # fmt: skip
+@pytest.mark.parametrize("part", [{"storage": "packed"}, {"prefill": Prefill()}])
 def test_every_unbuilt_part_is_refused_by_name(part: dict[str, Any]) -> None:
     (name,) = part
     with pytest.raises(UnsupportedError, match=name):

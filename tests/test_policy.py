@@ -154,16 +154,16 @@ fp8-two-precision. Correct the name, or build a Policy. Did you mean 'int8-repla
 'rules'?""",
     )
     assert_expected_inline(
-        str(error_of(lambda: Recipe([("a.*", INT8), ("b.*", "nvfp4")]).require_built())),
+        str(error_of(lambda: Recipe([("a.*", INT8), ("b.*", Policy(storage="packed"))]).require_built())),
         """\
-[unsupported] rules[1] ('b.*'): got write=Replay(window=16, factors=None); want write Exact or Chunk or Token. This \
-version does not build more, and does nothing else in its place: change the policy.""",
+[unsupported] rules[1] ('b.*'): got storage='packed'; want storage 'emulated'. This version does not build more, and \
+does nothing else in its place: change the policy.""",
     )
 
 
 def test_an_unbuilt_part_is_named_with_its_rule() -> None:
     Recipe([("a", INT8), ("b", None)]).require_built()
-    error = error_of(lambda: Recipe([("a", INT8), ("b", "nvfp4")]).require_built())
+    error = error_of(lambda: Recipe([("a", INT8), ("b", Policy(storage="packed"))]).require_built())
     assert isinstance(error, UnsupportedError) and error.argument == "rules[1] ('b')"
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from lattn_compile.errors import DtypeError, FormatError, ShapeError, StateError, UnsupportedError
+from lattn_compile.errors import DtypeError, FormatError, ShapeError, StateError
 from lattn_compile.formats import REGISTRY, Int8, parse
 from lattn_compile.functional import linear_attention
 from lattn_compile.policy import Chunk, Policy
-from lattn_compile.state import EncodedState, ReplayState, decode_state, encode_state
+from lattn_compile.state import EncodedState, decode_state, encode_state
 from tests.ops.cases import inputs
 
 FORMATS = [str(fmt()) for fmt in REGISTRY] + ["int8/4x8", "fp8_e4m3/128x1"]
@@ -148,8 +148,6 @@ def test_bad_states_are_refused() -> None:
         encode_state(STATE, "int9")
     with pytest.raises(StateError, match="state: got Tensor; want an EncodedState"):
         decode_state(STATE)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match="Replay and TwoPrecision are not built yet"):
-        ReplayState()
 
 
 def test_repr_tells_format_mode_size_and_bytes() -> None:

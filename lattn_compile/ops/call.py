@@ -14,66 +14,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lattn_compile.formats import Format
-from lattn_compile.ops import dispatch
+from lattn_compile.formats.quantizer import Identity, Quantizer
+from lattn_compile.ops.options import Options
 from lattn_compile.ops.segments import Segments, split
 from lattn_compile.ops.validate import Geometry, Tensors, check_gates, check_lengths
 
 __all__ = [
     "GRADS",
     "PREFIX_CHUNK",
+    "SAVED_TENSORS",
     "TAGS",
     "TENSORS",
-    "Options",
     "Plan",
     "empty_grads",
     "fresh",
+    "identity_of",
     "incoming",
+    "moved",
     "no_autocast",
     "plan",
     "prefix_backward",
     "prefix_forward",
     "returned",
     "returned_fake",
+    "rounded",
 ]
+
+GATE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 PREFIX_CHUNK = 64
 """Chunk size of the exact prefix; any other gives the same numbers up to the order of sums."""
 
-_PREFIX: dict[str, Any] = {"chunk_size": PREFIX_CHUNK, "quantize": None, "readout": "before_write"}
+_PREFIX: dict[str, Any] = {"chunk_size": PREFIX_CHUNK, "quantize": None, "readout": "before_write", "identity": None}
 
 TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, Tensor? cu_seqlens, "
-    "Tensor? prefix_lengths, Tensor? sequence_lengths, Tensor? cursor"
+    "Tensor? prefix_lengths, Tensor? sequence_lengths, Tensor? cursor, Tensor? position=None, "
+    "Tensor? sequence_ids=None"
 )
 """The tensor arguments of every op's schema."""
+
+SAVED_TENSORS = TENSORS.replace("=None", "")
+"""The same in a backward's schema, where more of them may follow."""
 
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 """The reference reads lengths on the host, which no CUDA graph can record: Inductor cuts its graphs around the ops."""
 
 GRADS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dstate)"
 """What every backward op returns; the gradient of an absent argument is an empty tensor."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Options:
-    """The options that every kernel takes, the format (None: exact), and whether decays may be greater than 1."""
-
-    rule: str
-    scale: float
-    qk_l2norm: bool
-    readout: str
-    implementation: str
-    fmt: Format | None
-    growth: bool = False
-
-    def step(self) -> dict[str, Any]:
-        """What every kernel function takes."""
-        return {"rule": self.rule, "scale": self.scale, "qk_l2norm": self.qk_l2norm}
-
-    def suffix(self) -> dict[str, Any]:
-        """What the kernel of the op's own mode takes."""
-        return {**self.step(), "quantize": self.fmt, "readout": self.readout}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +75,7 @@ class Plan:
         segments: the whole split; `has_prefix` says whether any prefix may be non-empty.
         handover: bool `[N]`, states that are rounded just before their first suffix token. None: none are.
         offset: int64 `[N]`, position of the first suffix token in the chunk grid.
+        identity: of the first suffix token's write, where random bits are needed.
     """
 
     flat: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -97,6 +86,7 @@ class Plan:
     has_prefix: bool
     handover: Tensor | None
     offset: Tensor
+    identity: Identity | None
     empty: bool
 
 
@@ -121,35 +111,34 @@ def plan(t: Tensors, geometry: Geometry, options: Options, *, chunk_size: int | 
 
     Args:
         options: `growth` is set where a model's own code decays by exp(g) of a g that nobody says is negative.
-        chunk_size: of the `chunk` mode's grid; None for the token mode.
+        chunk_size: of the grid on which the write mode rounds; None for the token mode.
     """
-    fmt = options.fmt
-    quantized = fmt is not None
+    quantize = options.quantize
     cursor_end = chunk_size if chunk_size is not None else 1
-    check_lengths(t if quantized else dataclasses.replace(t, cursor=None), geometry, cursor_end=cursor_end)
+    check_lengths(t if quantize is not None else dataclasses.replace(t, cursor=None), geometry, cursor_end=cursor_end)
     device = t.q.device
-    prefix_lengths = t.prefix_lengths if quantized else None
+    prefix_lengths = t.prefix_lengths if quantize is not None else None
     segments = split(geometry.batch, geometry.tokens, t.cu_seqlens, prefix_lengths, t.sequence_lengths, device)
     if not options.growth:
         check_gates(t.g, lambda: segments.rows(geometry.flat_tokens))
 
     q, k, v, g, beta = (None if x is None else x.flatten(0, 1) for x in (t.q, t.k, t.v, t.g, t.beta))
     assert q is not None and k is not None and v is not None
+    if g is not None and options.gate is not None:
+        g = g.to(GATE_DTYPES[options.gate]).to(g.dtype)
     if t.initial_state is None:
         state = t.q.new_zeros(geometry.state_shape, dtype=geometry.dtype)
     else:
         state = t.initial_state.to(geometry.dtype)
-    cursor = None if t.cursor is None or not quantized else t.cursor.to(device=device, dtype=torch.int64)
+    cursor = None if t.cursor is None or quantize is None else t.cursor.to(device=device, dtype=torch.int64)
+    before = None if quantize is None else identity_of(t, segments, quantize)
 
     has_prefix = prefix_lengths is not None and _any(segments.prefix > 0)
     handover: Tensor | None = None
     offset = torch.zeros_like(segments.total)
-    if fmt is not None:
+    if quantize is not None:
         first = segments.prefix > 0
         if cursor is not None:
-            # A chunk state carried off its grid is exact; a prefix starts from its rounded value, `.dense()`.
-            if chunk_size is not None and has_prefix:
-                state = _round(state, first & (cursor > 0), fmt)
             first = first | (cursor < 0)
             offset = torch.where(first, 0, cursor)
         else:
@@ -164,8 +153,23 @@ def plan(t: Tensors, geometry: Geometry, options: Options, *, chunk_size: int | 
         has_prefix=has_prefix,
         handover=handover,
         offset=offset,
+        identity=None if before is None else moved(before, segments.prefix),
         empty=geometry.flat_tokens == 0 or geometry.sequences == 0,
     )
+
+
+def identity_of(t: Tensors, segments: Segments, quantize: Quantizer) -> Identity | None:
+    """Position and sequence id of every sequence's first token; None where rounding needs no random bits."""
+    if quantize.rounding == "nearest":
+        return None
+    zero = torch.zeros_like(segments.total)
+    position, sequence = (zero if x is None else x.to(zero).expand_as(zero) for x in (t.position, t.sequence_ids))
+    return Identity(position, sequence)
+
+
+def moved(identity: Identity | None, tokens: Tensor | int) -> Identity | None:
+    """The identity of a write `tokens` later."""
+    return None if identity is None else identity._replace(position=identity.position + tokens)
 
 
 def _any(mask: Tensor) -> bool:
@@ -173,18 +177,18 @@ def _any(mask: Tensor) -> bool:
     return bool(mask.any()) if mask.device.type == "cpu" else True
 
 
-def _round(state: Tensor, rows: Tensor, fmt: Format) -> Tensor:
+def rounded(state: Tensor, rows: Tensor, quantize: Quantizer, identity: Identity | None) -> Tensor:
     """QDQ of the states in `rows` (bool `[N]`), the others bit for bit. Its gradient is the identity."""
     if not _any(rows):
         return state
-    return torch.where(rows.view(-1, 1, 1, 1), fmt.qdq(state), state)
+    return torch.where(rows.view(-1, 1, 1, 1), quantize.qdq(state, identity), state)
 
 
 def prefix_forward(p: Plan, options: Options, o: Tensor) -> Tensor:
     """Runs the exact prefix, writes its rows of `o`, and returns the state that the suffix starts from."""
     state = p.state
     if p.has_prefix:
-        state = dispatch.load("chunk", options.implementation).forward(
+        state = options.kernel("chunk", exact=True).forward(
             *p.flat,
             state,
             p.segments.begin,
@@ -194,8 +198,8 @@ def prefix_forward(p: Plan, options: Options, o: Tensor) -> Tensor:
             **_PREFIX,
             **options.step(),
         )
-    if p.handover is not None and options.fmt is not None:
-        state = _round(state, p.handover, options.fmt)
+    if p.handover is not None and options.quantize is not None:
+        state = rounded(state, p.handover, options.quantize, moved(p.identity, -1))
     return state
 
 
@@ -203,7 +207,7 @@ def prefix_backward(p: Plan, options: Options, grad_o: Tensor, grad_state: Tenso
     """Adjoint of `prefix_forward`: writes the prefix's rows of `grads`, returns the gradient of the initial state."""
     if not p.has_prefix:
         return grad_state
-    return dispatch.load("chunk", options.implementation).backward(
+    return options.kernel("chunk", exact=True).backward(
         grad_o,
         grad_state,
         *p.flat,

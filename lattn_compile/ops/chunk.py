@@ -5,47 +5,45 @@
 
 q, k `[B, T, H, K]`; v, o `[B, T, HV, V]`; g `[B, T, HV]` or `[B, T, HV, K]`; beta `[B, T, HV]`; states `[N, HV, K, V]`;
 lengths int `[]` or `[N]`; cursor int `[N]`. o has q's dtype. final_state is float32 (float64 if any input is) and raw:
-exact, or rounded where the call ends on the chunk grid. In write="exact" prefix lengths, cursor and state_format say
-nothing.
+exact, or rounded where the call ends on the chunk grid (a quantizer that is not idempotent: about to be rounded there,
+so that the caller can encode it, once). In write="exact" prefix lengths, cursor and state_format say nothing. position
+and sequence_ids, int `[]` or `[N]`, key the stochastic rounding: the absolute position of a sequence's first token, and
+the caller's name for the sequence.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lattn_compile.errors import surfacing
-from lattn_compile.ops import dispatch
 from lattn_compile.ops.autograd import register_first_order
 from lattn_compile.ops.call import (
     GRADS,
     TAGS,
     TENSORS,
-    Options,
     Plan,
     empty_grads,
     fresh,
     incoming,
+    moved,
     no_autocast,
     plan,
     prefix_backward,
     prefix_forward,
     returned,
     returned_fake,
+    rounded,
 )
-from lattn_compile.ops.validate import Geometry, Tensors, check_call, check_options
+from lattn_compile.ops.options import OpOptions, Options, schema
+from lattn_compile.ops.validate import Geometry, Tensors
 
 __all__: list[str] = []
 
-WRITES = ("exact", "chunk")
-
-_OPTIONS = (
-    'str rule="delta", float scale, bool qk_l2norm=False, str write="exact", str state_format="fp32", '
-    'str readout="before_write", int chunk_size=64, str implementation="auto", int site_id=0, bool growth=False'
-)
+_OPTIONS = schema("int chunk_size=64")
 
 torch.library.define("lattn::chunk", f"({TENSORS}, *, {_OPTIONS}) -> (Tensor o, Tensor final_state)", tags=TAGS)
 torch.library.define(
@@ -56,35 +54,24 @@ torch.library.define(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Chunk:
-    """The schema's options; the dispatcher leaves out those that have their default."""
-
-    scale: float
-    rule: str = "delta"
-    qk_l2norm: bool = False
-    write: str = "exact"
-    state_format: str = "fp32"
-    readout: str = "before_write"
+class _Chunk(OpOptions):
     chunk_size: int = 64
-    implementation: str = "auto"
-    site_id: int = 0
-    growth: bool = False
 
-    def checked(self, t: Tensors) -> tuple[Geometry, Options]:
-        geometry = check_call(t)
-        fmt = check_options(
-            geometry,
-            rule=self.rule,
-            write=self.write,
-            writes=WRITES,
-            state_format=self.state_format,
-            readout=self.readout,
-            implementation=self.implementation,
-            interval=("chunk_size", self.chunk_size, 1),
-        )
-        return geometry, Options(
-            self.rule, self.scale, self.qk_l2norm, self.readout, self.implementation, fmt, self.growth
-        )
+    FORM: ClassVar[str] = "chunk"
+    WRITES: ClassVar[tuple[str, ...]] = ("exact", "chunk")
+
+    def interval(self) -> tuple[str, int, int, int | None]:
+        return "chunk_size", self.chunk_size, 1, None
+
+
+def _planned(t: Tensors, geometry: Geometry, options: Options, chunk_size: int) -> Plan:
+    p = plan(t, geometry, options, chunk_size=chunk_size)
+    if options.quantize is None or t.cursor is None or not p.has_prefix:
+        return p
+    # A state carried off its grid is exact; a prefix starts from its rounded value, `.dense()`.
+    off_grid = (p.segments.prefix > 0) & (t.cursor.to(p.begin) > 0)
+    last = moved(p.identity, -1 - p.segments.prefix)
+    return replace(p, state=rounded(p.state, off_grid, options.quantize, last))
 
 
 @torch.library.register_fake("lattn::chunk")
@@ -99,14 +86,14 @@ def _chunk_fake(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
 def _chunk(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
     t, chosen = Tensors(*tensors), _Chunk(**options)
     geometry, shared = chosen.checked(t)
-    p = plan(t, geometry, shared, chunk_size=chosen.chunk_size)
+    p = _planned(t, geometry, shared, chosen.chunk_size)
     o = t.q.new_zeros(geometry.flat_tokens, *t.v.shape[2:])
     state = p.state
     if not p.empty:
         with no_autocast(t.q.device):
             state = prefix_forward(p, shared, o)
-            state = dispatch.load("chunk", chosen.implementation).forward(
-                *_suffix(p, state), o, chunk_size=chosen.chunk_size, **shared.suffix()
+            state = shared.kernel("chunk").forward(
+                *_suffix(p, state), o, chunk_size=chosen.chunk_size, **shared.suffix(), identity=p.identity
             )
     return o.view(t.v.shape), fresh(state, t.initial_state)
 
@@ -130,14 +117,20 @@ def _chunk_backward(
 ) -> tuple[Tensor, ...]:
     t, chosen = Tensors(*tensors), _Chunk(**options)
     geometry, shared = chosen.checked(t)
-    p = plan(t, geometry, shared, chunk_size=chosen.chunk_size)
+    p = _planned(t, geometry, shared, chosen.chunk_size)
     grad_o, grad_state = incoming(grad_o, grad_state, t, geometry)
     grads = empty_grads(p)
     if not p.empty:
         with no_autocast(t.q.device):
             state = prefix_forward(p, shared, torch.empty_like(grad_o) if p.has_prefix else grad_o)
-            grad_state = dispatch.load("chunk", chosen.implementation).backward(
-                grad_o, grad_state, *_suffix(p, state), grads, chunk_size=chosen.chunk_size, **shared.suffix()
+            grad_state = shared.kernel("chunk").backward(
+                grad_o,
+                grad_state,
+                *_suffix(p, state),
+                grads,
+                chunk_size=chosen.chunk_size,
+                **shared.suffix(),
+                identity=p.identity,
             )
             grad_state = prefix_backward(p, shared, grad_o, grad_state, grads)
     return returned(grads, grad_state, t)

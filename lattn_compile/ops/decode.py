@@ -4,7 +4,8 @@
         -> (o, final_state, checkpoints)
 
 Tensors as in `lattn::chunk`; any T >= 0, so it is a decode step, a verify call and the suffix of a training sequence.
-final_state is raw: the decoded stored value, or exact where no suffix token has come yet (write="token").
+final_state is raw: the decoded stored value, or exact where no suffix token has come yet (write="token"); of a
+quantizer that is not idempotent, the value before its last write.
 
 checkpoints `[(B * T) // C + N, HV, K, V]`, C = checkpoint_every: the state before every C-th suffix token, what the
 backward recomputes from instead of keeping one state a token. The j-th of sequence i, whose suffix begins at flat token
@@ -15,19 +16,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lattn_compile.errors import surfacing
-from lattn_compile.ops import dispatch
 from lattn_compile.ops.autograd import register_first_order
 from lattn_compile.ops.call import (
     GRADS,
+    SAVED_TENSORS,
     TAGS,
     TENSORS,
-    Options,
     Plan,
     empty_grads,
     fresh,
@@ -39,11 +39,10 @@ from lattn_compile.ops.call import (
     returned,
     returned_fake,
 )
-from lattn_compile.ops.validate import Geometry, Tensors, check_call, check_options
+from lattn_compile.ops.options import OpOptions, Options, schema
+from lattn_compile.ops.validate import Geometry, Tensors
 
 __all__ = ["CHECKPOINT_EVERY", "checkpoint_interval"]
-
-WRITES = ("exact", "token")
 
 CHECKPOINT_EVERY = 64
 """The interval of a graph that serves any T: at T = 4,096 it is the best one, and a longer sequence still keeps far
@@ -57,51 +56,27 @@ def checkpoint_interval(tokens: int | torch.SymInt) -> int:
     return max(16, math.isqrt(max(tokens - 1, 0)) + 1)
 
 
-_OPTIONS = (
-    'str rule="delta", float scale, bool qk_l2norm=False, str write="exact", str state_format="fp32", '
-    'str readout="before_write", int checkpoint_every=0, str implementation="auto", int site_id=0, bool growth=False'
-)
+_OPTIONS = schema("int checkpoint_every=0")
 
 torch.library.define(
     "lattn::decode", f"({TENSORS}, *, {_OPTIONS}) -> (Tensor o, Tensor final_state, Tensor checkpoints)", tags=TAGS
 )
 torch.library.define(
     "lattn::decode_backward",
-    f"(Tensor? grad_o, Tensor? grad_final_state, {TENSORS}, Tensor checkpoints, *, {_OPTIONS}) -> {GRADS}",
+    f"(Tensor? grad_o, Tensor? grad_final_state, {SAVED_TENSORS}, Tensor checkpoints, *, {_OPTIONS}) -> {GRADS}",
     tags=TAGS,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Decode:
-    """The schema's options; the dispatcher leaves out those that have their default."""
-
-    scale: float
-    rule: str = "delta"
-    qk_l2norm: bool = False
-    write: str = "exact"
-    state_format: str = "fp32"
-    readout: str = "before_write"
+class _Decode(OpOptions):
     checkpoint_every: int = 0
-    implementation: str = "auto"
-    site_id: int = 0
-    growth: bool = False
 
-    def checked(self, t: Tensors) -> tuple[Geometry, Options]:
-        geometry = check_call(t)
-        fmt = check_options(
-            geometry,
-            rule=self.rule,
-            write=self.write,
-            writes=WRITES,
-            state_format=self.state_format,
-            readout=self.readout,
-            implementation=self.implementation,
-            interval=("checkpoint_every", self.checkpoint_every, 0),
-        )
-        return geometry, Options(
-            self.rule, self.scale, self.qk_l2norm, self.readout, self.implementation, fmt, self.growth
-        )
+    FORM: ClassVar[str] = "decode"
+    WRITES: ClassVar[tuple[str, ...]] = ("exact", "token")
+
+    def interval(self) -> tuple[str, int, int, int | None]:
+        return "checkpoint_every", self.checkpoint_every, 0, None
 
 
 def _checkpoint_shape(geometry: Geometry, every: int) -> tuple[int, ...]:
@@ -140,8 +115,16 @@ def _decode(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward(p: Plan, shared: Options, state: Tensor, o: Tensor, checkpoints: Tensor, every: int) -> Tensor:
-    return dispatch.load("decode", shared.implementation).forward(
-        *p.flat, state, p.begin, p.length, o, checkpoints if every else None, every, **shared.suffix()
+    return shared.kernel("decode").forward(
+        *p.flat,
+        state,
+        p.begin,
+        p.length,
+        o,
+        checkpoints if every else None,
+        every,
+        **shared.suffix(),
+        identity=p.identity,
     )
 
 
@@ -172,7 +155,7 @@ def _decode_backward(
                 state = checkpoints.index_select(0, slot)
             else:
                 state = prefix_forward(p, shared, torch.empty_like(grad_o) if p.has_prefix else grad_o)
-            grad_state = dispatch.load("decode", chosen.implementation).backward(
+            grad_state = shared.kernel("decode").backward(
                 grad_o,
                 grad_state,
                 *p.flat,
@@ -183,6 +166,8 @@ def _decode_backward(
                 every,
                 grads,
                 **shared.suffix(),
+                identity=p.identity,
+                longest=geometry.tokens,
             )
             grad_state = prefix_backward(p, shared, grad_o, grad_state, grads)
     return returned(grads, grad_state, t)

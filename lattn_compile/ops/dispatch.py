@@ -1,33 +1,91 @@
 """Which kernel runs an op. Kernels are imported here, at call time, and nowhere else above `kernels/`.
 
 One dictionary a backend, form -> module: a new kernel is one new line. All of them have the reference's functions,
-`forward` and `backward` on flat tokens. The ops spell the policy's `kernel` as `implementation`: Inductor's fallback
-passes an op's keywords on beside an argument of its own that is called `kernel`.
+`forward` and `backward` on flat tokens; one that is not the reference has `supports`, which answers from devices,
+dtypes, sizes and formats alone. The ops spell the policy's `kernel` as `implementation`: Inductor's fallback passes an
+op's keywords on beside an argument of its own that is called `kernel`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
+from dataclasses import dataclass
 from types import ModuleType
 
-__all__ = ["choose", "load"]
+import torch
+
+from lattn_compile.errors import UnsupportedError
+from lattn_compile.formats.quantizer import Quantizer
+
+__all__ = ["Work", "choose", "load", "objection"]
 
 REFERENCE = {
     "chunk": "lattn_compile.kernels.reference.chunk",
     "decode": "lattn_compile.kernels.reference.decode",
+    "replay": "lattn_compile.kernels.reference.replay",
+}
+TRITON = {
+    "decode": "lattn_compile.kernels.decode",
 }
 
 
-def choose(form: str, implementation: str) -> str:
-    """The backend that runs `form` ("chunk" | "decode") for the policy's `kernel`, as reports name it.
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a kernel's `supports` is asked about: `dtype` is the arithmetic's, `quantize` None where it is exact."""
 
-    This release has the torch reference only, on every device; `ops.validate` refuses "triton".
+    device: torch.device
+    dtype: torch.dtype
+    key_dim: int
+    value_dim: int
+    quantize: Quantizer | None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def objection(form: str, work: Work) -> str | None:
+    """Why no Triton kernel can do this work, in words; None if one can."""
+    if form not in TRITON:
+        return f"there is no Triton kernel for the {form} form yet"
+    if not _has_triton():
+        return "Triton is not installed"
+    answer: str | None = importlib.import_module(TRITON[form]).supports(
+        device=work.device,
+        dtype=work.dtype,
+        key_dim=work.key_dim,
+        value_dim=work.value_dim,
+        quantize=work.quantize,
+    )
+    return answer
+
+
+def choose(form: str, implementation: str, work: Work) -> str:
+    """The backend that runs `form` ("chunk" | "decode" | "replay") under the policy's `kernel`, as reports name it.
+
+    Raises:
+        UnsupportedError: "triton" was asked for and cannot do it.
     """
-    assert form in REFERENCE and implementation in ("auto", "reference"), (form, implementation)
-    return "reference"
+    if implementation == "reference":
+        return "reference"
+    if implementation == "auto":
+        # Off CUDA nothing has to be imported to know the answer.
+        return "triton" if work.device.type == "cuda" and objection(form, work) is None else "reference"
+    why = objection(form, work)
+    if why is not None:
+        raise UnsupportedError(
+            "implementation",
+            got=f"'triton', but {why}",
+            want="'auto' or 'reference'",
+            remedy="'auto' (a policy's kernel='auto') takes Triton where it can, and the report says where it did.",
+        )
+    return "triton"
 
 
-def load(form: str, implementation: str) -> ModuleType:
+def load(form: str, implementation: str, work: Work) -> ModuleType:
     """The kernel module itself."""
-    choose(form, implementation)
-    return importlib.import_module(REFERENCE[form])
+    modules = TRITON if choose(form, implementation, work) == "triton" else REFERENCE
+    return importlib.import_module(modules[form])

@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,19 +23,27 @@ from lattn_compile.errors import (
     SequenceError,
     ShapeError,
     StateError,
-    UnsupportedError,
     nearest,
 )
-from lattn_compile.formats import Format, parse
+from lattn_compile.formats.quantizer import ROUNDINGS
+from lattn_compile.formats.residual import FEEDBACKS
+from lattn_compile.formats.rotation import ROTATIONS
+from lattn_compile.site_policy import GATES, KERNELS, READOUTS
 
-__all__ = ["Geometry", "Tensors", "check_call", "check_gates", "check_lengths", "check_options", "check_state"]
+__all__ = [
+    "Geometry",
+    "Tensors",
+    "check_call",
+    "check_gates",
+    "check_lengths",
+    "check_state",
+    "check_words",
+]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
 RULES = ("delta", "additive")
-READOUTS = ("before_write", "after_write")
-IMPLEMENTATIONS = ("auto", "triton", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,8 @@ class Tensors:
     prefix_lengths: Tensor | None
     sequence_lengths: Tensor | None
     cursor: Tensor | None
+    position: Tensor | None = None
+    sequence_ids: Tensor | None = None
 
     def floats(self) -> dict[str, Tensor]:
         """The floating-point arguments that are present, by name."""
@@ -174,6 +185,8 @@ def check_call(t: Tensors) -> Geometry:
     _check_per_sequence("prefix_lengths", t.prefix_lengths, sequences, scalar=True)
     _check_per_sequence("sequence_lengths", t.sequence_lengths, sequences, scalar=True)
     _check_per_sequence("cursor", t.cursor, sequences, scalar=False)
+    _check_per_sequence("position", t.position, sequences, scalar=True)
+    _check_per_sequence("sequence_ids", t.sequence_ids, sequences, scalar=True)
     return geometry
 
 
@@ -218,7 +231,8 @@ def _check_per_sequence(name: str, x: Tensor | None, sequences: int, *, scalar: 
     if x is None:
         return
     if x.dtype not in INTEGERS:
-        raise DtypeError(name, got=str(x.dtype), want="int32 or int64", remedy=f"{name} counts tokens.")
+        remedy = "An id is a number." if name == "sequence_ids" else f"{name} counts tokens."
+        raise DtypeError(name, got=str(x.dtype), want="int32 or int64", remedy=remedy)
     if (x.dim() == 0 and scalar) or (x.dim() == 1 and not _unequal(x.shape[0], sequences)):
         return
     raise SequenceError(
@@ -229,61 +243,37 @@ def _check_per_sequence(name: str, x: Tensor | None, sequences: int, *, scalar: 
     )
 
 
-def check_options(
-    geometry: Geometry,
-    *,
-    rule: str,
-    write: str,
-    writes: Sequence[str],
-    state_format: str,
-    readout: str,
-    implementation: str,
-    interval: tuple[str, int, int],
-) -> Format | None:
-    """Options of one call; `interval` is (name, value, least legal value) of the op's own token count.
-
-    Returns:
-        The state's format, or None where nothing is quantized.
+def check_words(options: Any, writes: Sequence[str]) -> None:
+    """The words of an op's options, `writes` being the write modes that the op has.
 
     Raises:
-        PolicyError, FormatError: an unknown word, or a format that the state does not fit.
-        DtypeError: float64 with implementation="triton".
-        UnsupportedError: a kernel that this release does not have.
+        PolicyError: an unknown one, with those that are known.
     """
-    for name, word, known in (
-        ("rule", rule, RULES),
-        ("write", write, writes),
-        ("readout", readout, READOUTS),
-        ("implementation", implementation, IMPLEMENTATIONS),
+    for name, known in (
+        ("rule", RULES),
+        ("write", writes),
+        ("readout", READOUTS),
+        ("implementation", KERNELS),
+        ("rounding", ROUNDINGS),
+        ("feedback", FEEDBACKS),
+        ("rotation", ROTATIONS),
+        ("gate", GATES),
     ):
+        word = getattr(options, name)
         if word not in known:
             raise PolicyError(name, got=repr(word), want=" or ".join(map(repr, known)), remedy=_other(word, known))
-    interval_name, tokens, least = interval
-    if tokens < least:
-        raise PolicyError(interval_name, got=str(tokens), want=f"an int >= {least}", remedy="It counts tokens.")
-    if implementation == "triton":
-        if geometry.dtype is torch.float64:
-            raise DtypeError(
-                "implementation",
-                got="'triton' with float64 inputs",
-                want="bfloat16, float16 or float32 inputs on the Triton path",
-                remedy="Use 'reference' (a policy's kernel='reference') for float64, or convert the inputs.",
-            )
-        raise UnsupportedError(
-            "implementation", got="'triton'", want="'auto' or 'reference'", remedy="Triton kernels are not built yet."
-        )
-    fmt = parse(state_format)
-    if write == "exact":
-        return None
-    fmt.check(geometry.key_dim, geometry.value_dim)
-    return fmt
 
 
-def _other(word: str, known: Sequence[str]) -> str:
-    home = {"token": "lattn::decode", "chunk": "lattn::chunk"}.get(word)
+def _other(word: Any, known: Sequence[Any]) -> str:
+    home = {
+        "token": "lattn::decode",
+        "chunk": "lattn::chunk",
+        "replay": "lattn::replay",
+        "two_precision": "lattn::replay",
+    }.get(word)
     if home is not None:
         return f"The write mode {word!r} belongs to {home}."
-    return nearest(word, known).strip() or "Choose one of these."
+    return nearest(str(word), [k for k in known if k is not None]).strip() or "Choose one of these."
 
 
 def _on_cpu(*tensors: Tensor | None) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import lattn_compile.ops  # noqa: F401 - registers the ops
+import lattn_compile.carry  # noqa: F401 - registers the ops
 from lattn_compile.testing.oracle import oracle
 
 OPS = {"chunk": torch.ops.lattn.chunk.default, "decode": torch.ops.lattn.decode.default}

@@ -143,6 +143,6 @@ def test_opcheck_of_the_backward() -> None:
     kwargs = options("decode", "token", checkpoint_every=4)
     o, state, checkpoints = OPS["decode"](*tensors, *lengths, **kwargs)
     backward = torch.ops.lattn.decode_backward.default
-    torch.library.opcheck(backward, (o, state, *tensors, *lengths, checkpoints), kwargs)
+    torch.library.opcheck(backward, (o, state, *tensors, *lengths, None, None, checkpoints), kwargs)
     absent = [*tensors[:3], None, None, None]
-    torch.library.opcheck(backward, (None, state, *absent, *lengths, torch.empty(0)), options("decode"))
+    torch.library.opcheck(backward, (None, state, *absent, *lengths, None, None, torch.empty(0)), options("decode"))

@@ -7,6 +7,7 @@ import textwrap
 import pytest
 import torch
 
+from lattn_compile.errors import UnsupportedError
 from lattn_compile.ops import dispatch
 from tests.ops.cases import OPS
 
@@ -42,6 +43,7 @@ def test_the_schema_is_the_contract(op: str) -> None:
     positional = [a.name for a in schema.arguments if not a.kwarg_only]
     assert positional == [
         "q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "prefix_lengths", "sequence_lengths", "cursor",
+        "position", "sequence_ids",
     ]  # fmt: skip
     interval = {"chunk": "chunk_size", "decode": "checkpoint_every"}[op]
     keywords = [
@@ -55,15 +57,23 @@ def test_the_schema_is_the_contract(op: str) -> None:
         "implementation",
         "site_id",
         "growth",
+        "rounding",
+        "seed",
+        "feedback",
+        "rotation",
+        "gate",
     ]
     assert [a.name for a in schema.arguments if a.kwarg_only] == keywords
     assert not schema.is_mutable
 
 
-def test_automatic_choice_is_the_reference_in_this_release() -> None:
-    for form in ("chunk", "decode"):
-        assert dispatch.choose(form, "auto") == dispatch.choose(form, "reference") == "reference"
-        assert dispatch.load(form, "auto").__name__ == f"lattn_compile.kernels.reference.{form}"
+def test_off_cuda_the_automatic_choice_is_the_reference_and_triton_says_why_not() -> None:
+    for form in ("chunk", "decode", "replay"):
+        work = dispatch.Work(torch.device("cpu"), torch.float32, 8, 8, None)
+        assert dispatch.choose(form, "auto", work) == dispatch.choose(form, "reference", work) == "reference"
+        assert dispatch.load(form, "auto", work).__name__ == f"lattn_compile.kernels.reference.{form}"
+        with pytest.raises(UnsupportedError, match=r"implementation: got 'triton', but .*; want 'auto' or 'reference'"):
+            dispatch.choose(form, "triton", work)
 
 
 @pytest.mark.parametrize("op", ["chunk", "decode"])
