@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from lattn_compile.testing.gates import RAW_GATES, RawGate, make_raw_gate
 from lattn_compile.testing.inputs import HOSTILE, Inputs, make_inputs
 from lattn_compile.testing.oracle import OracleResult, oracle, straight_through
 
-__all__ = ["HOSTILE", "Inputs", "OracleResult", "make_inputs", "oracle", "straight_through"]
+__all__ = [
+    "HOSTILE",
+    "RAW_GATES",
+    "Inputs",
+    "OracleResult",
+    "RawGate",
+    "make_inputs",
+    "make_raw_gate",
+    "oracle",
+    "straight_through",
+]

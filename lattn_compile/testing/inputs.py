@@ -55,6 +55,23 @@ class Inputs:
         changed: dict[str, Any] = {name: change(x) for name, x in self.leaves().items()}
         return dataclasses.replace(self, **changed)
 
+    def ragged(self, lengths: Sequence[int]) -> Self:
+        """The same with NaN at and beyond each sequence's length, whose tokens no implementation may read."""
+        if self.cu_seqlens is None:
+            starts = [i * self.q.shape[1] for i in range(len(lengths))]
+            ends = [start + self.q.shape[1] for start in starts]
+        else:
+            starts, ends = self.cu_seqlens[:-1].tolist(), self.cu_seqlens[1:].tolist()
+
+        def poisoned(x: Tensor) -> Tensor:
+            flat = x.flatten(0, 1).clone()
+            for start, end, length in zip(starts, ends, lengths, strict=True):
+                flat[start + length : end] = torch.nan
+            return flat.view_as(x)
+
+        changed: dict[str, Any] = {name: poisoned(x) for name, x in self.leaves().items() if name != "initial_state"}
+        return dataclasses.replace(self, **changed)
+
 
 def make_inputs(
     kind: str,

@@ -7,7 +7,8 @@ import torch
 
 from lattn_compile.errors import UnsupportedError
 from lattn_compile.recurrence import BY_NAME
-from lattn_compile.testing import HOSTILE, make_inputs
+from lattn_compile.recurrence.gates import lower_bound_gate, softplus_gate
+from lattn_compile.testing import HOSTILE, RAW_GATES, make_inputs, make_raw_gate
 
 
 @pytest.mark.parametrize("kind", BY_NAME)
@@ -85,3 +86,38 @@ def test_an_unknown_name_is_refused_with_the_nearest(argument: str, got: str, ne
     options = {"kind": "gdn"} | {argument: got}
     with pytest.raises(UnsupportedError, match=f"{argument}.*Did you mean '{nearest}'"):
         make_inputs(**options)  # type: ignore[arg-type]
+
+
+def test_ragged_inputs_hold_nan_at_and_beyond_their_length_and_nowhere_else() -> None:
+    for x, alive in (
+        (make_inputs("kda", tokens=4).ragged((0, 3)), [False] * 4 + [True] * 3 + [False]),
+        (make_inputs("kda", lengths=(2, 0, 3)).ragged((2, 0, 1)), [True] * 3 + [False] * 2),
+    ):
+        for leaf in (x.q, x.k, x.v, x.g, x.beta):
+            assert leaf is not None
+            flat = leaf.flatten(0, 1).flatten(1)
+            assert (~flat.isnan()).all(1).tolist() == alive and flat.isnan().any(1).tolist() == [not a for a in alive]
+        assert x.initial_state is not None and not x.initial_state.isnan().any()
+
+
+@pytest.mark.parametrize("form", RAW_GATES)
+@pytest.mark.parametrize("kind", [name for name, kind in BY_NAME.items() if kind.decay != "none"])
+def test_a_raw_gate_is_the_gate_of_its_formula_in_float64(kind: str, form: str) -> None:
+    for strong in (False, True):
+        raw = make_raw_gate(kind, form, batch=2, tokens=5, value_heads=4, key_dim=3, strong=strong, dtype=torch.float32)
+        g = raw.decay()
+        want = (
+            softplus_gate(raw.g_raw, raw.A_log, raw.dt_bias)
+            if form == "softplus"
+            else lower_bound_gate(raw.g_raw, raw.A_log, raw.lower_bound, raw.dt_bias)
+        )
+        assert g.dtype == torch.float64 and (g <= 0).all()
+        assert g.shape == ((2, 5, 4) if BY_NAME[kind].decay == "head" else (2, 5, 4, 3))
+        torch.testing.assert_close(g.float(), want, rtol=1e-5, atol=1e-7)
+        assert form != "softplus" or not strong or -40 < g.mean() < -15
+
+
+def test_a_raw_gate_of_a_kind_without_decay_or_of_no_form_is_refused() -> None:
+    for kind, form in (("delta", "softplus"), ("gdn", "sigmoid")):
+        with pytest.raises(UnsupportedError, match="form"):
+            make_raw_gate(kind, form, batch=1, tokens=1, value_heads=1, key_dim=1)

@@ -210,7 +210,7 @@ def test_gradcheck_passes_without_rounding() -> None:
     assert torch.autograd.gradcheck(call, list(leaves.leaves().values()))
 
 
-@pytest.mark.parametrize("option", [{"rule": "gated"}, {"write": "replay"}, {"readout": "later"}])
+@pytest.mark.parametrize("option", [{"rule": "gated"}, {"write": "ring"}, {"readout": "later"}])
 def test_what_has_no_loop_is_refused_by_name(option: dict[str, str]) -> None:
     x = make_inputs("gdn", tokens=1, **SMALL)
     with pytest.raises(UnsupportedError, match=next(iter(option))):
