@@ -22,10 +22,19 @@ from torch import fx
 
 from lattn_compile import errors, passes, phase
 from lattn_compile.attach import GROUP, PATH, RECIPE, attached_anywhere, note_compile_without_recipe
-from lattn_compile.errors import LattnError, LattnWarning, PhaseError, PolicyError, RewriteError, nearest, reason
+from lattn_compile.errors import (
+    LattnError,
+    LattnWarning,
+    PhaseError,
+    PolicyError,
+    RewriteError,
+    SequenceError,
+    nearest,
+    reason,
+)
 from lattn_compile.lowering import _torch_private as private
-from lattn_compile.passes import capture, normalize
-from lattn_compile.passes.context import PassContext
+from lattn_compile.passes import capture, lengths, normalize
+from lattn_compile.passes.context import PassContext, value_of
 from lattn_compile.passes.report import report_of
 from lattn_compile.policy import Policy, Recipe, resolve_recipe
 from lattn_compile.report import Report
@@ -73,10 +82,17 @@ def _compile(
     recipe, strict, patches = parse_options(mode, options)
     training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
     left_alone, refused = _take_left_alone()
-    context = PassContext(gm, recipe, training, left_alone, refused, verify=bool(options.get("verify", True)))
-    # Tensors of our own tracing and checking are none of those that a checkpoint or an offloading around us counts.
-    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-        passes.run(context)
+    verify = bool(options.get("verify", True))
+    context = PassContext(
+        gm, recipe, training, left_alone, refused, verify=verify, live=True, resumed=private.resumes_a_frame()
+    )
+    try:
+        # Tensors of our own tracing and checking are none of those that a checkpoint or an offloading around us counts.
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            passes.run(context)
+    finally:
+        if _depends_on_the_phase(context):
+            private.guard_global(phase.__name__, phase.KIND)
     gm = context.module
     if any(s.recipe is None for s in context.sites):
         note_compile_without_recipe()
@@ -88,9 +104,9 @@ def _compile(
     inner = private.configured_post_grad_pass(patches)
     identity = f"{source_hash()}:{_policies_fingerprint(context)}"
     patches["post_grad_custom_post_pass"] = private.CacheIdentity(identity, inner)
-    compiled = private.compile_with_inductor(gm, inputs, patches)
-    if any(s.proposal is not None and s.op_quantizes for s in context.sites):
-        compiled = _without_phase(compiled)
+    compiled = private.compile_with_inductor(gm, [*inputs, *context.appended.values()], patches)
+    if _depends_on_the_phase(context):
+        compiled = _with_lengths(compiled, context)
     report.seconds = time.perf_counter() - started
     _SECONDS += report.seconds
     log.info("%s", report.summary())
@@ -101,20 +117,56 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _without_phase(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A phase reaches a graph whose code reads it, which a spelled-out recurrence does not: refused, not ignored."""
+def _depends_on_the_phase(context: PassContext) -> bool:
+    """Whether a phase of another kind needs another graph: captured calls say so themselves, to Dynamo."""
+    return bool(context.appended) or any(s.proposal is not None and s.rewritten for s in context.sites)
 
-    def checked(*args: Any) -> Any:
-        if phase.current() != (None, None):
+
+def _with_lengths(compiled: Callable[..., Any], context: PassContext) -> Callable[..., Any]:
+    """`compiled`, handed the tensors of the phase that is active when it is called, as its last inputs."""
+    served = phase.kind()
+    wanted = [lengths.NAMES.index(name) for name in context.appended]
+    sizes = [_size_of_a_call(x.shape[0], context) if x.dim() else None for x in context.appended.values()]
+
+    def run(*args: Any) -> Any:
+        if phase.kind() != served:
             raise PhaseError(
                 "lc.training_phase",
-                got="an active phase around a recurrence that the model spells out, under a quantizing policy",
-                want="a phase only around captured library calls and lc.linear_attention",
-                remedy="Call lc.linear_attention in that layer, or leave the phase: all its tokens are then suffix.",
+                got=f"{phase.kind() or 'no phase'} around a graph that was compiled for {served or 'no phase'}",
+                want="lengths of the kind that it was compiled for, where nothing compiles it anew",
+                remedy="Call it through torch.compile, which does.",
             )
-        return compiled(*args)
+        tensors = lengths.active()
+        handed: list[Any] = [tensors[i] for i in wanted]
+        for name, x, size in zip(context.appended, handed, sizes, strict=True):
+            if size is not None and x.shape[0] != (sequences := size(args)):
+                raise SequenceError(
+                    name,
+                    got=f"{x.shape[0]} numbers in lc.training_phase",
+                    want=f"{sequences}, the sequences of the batch",
+                    remedy="Give one a sequence.",
+                )
+        return compiled(*args, *handed)
 
-    return checked
+    return run
+
+
+def _size_of_a_call(size: Any, context: PassContext) -> Callable[[Sequence[Any]], int] | None:
+    """From the arguments of a call, what `size` is in it: a symbol of the graph is read off an input."""
+    if not isinstance(size, torch.SymInt):
+        return lambda args: size  # type: ignore[no-any-return]
+    for i, node in enumerate(context.module.graph.find_nodes(op="placeholder")):
+        value = value_of(node)
+        if _same_symbol(value, size):
+            return lambda args: int(args[i])
+        for dim, n in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if _same_symbol(n, size):
+                return lambda args: args[i].shape[dim]  # type: ignore[no-any-return]
+    return None
+
+
+def _same_symbol(a: Any, b: torch.SymInt) -> bool:
+    return isinstance(a, torch.SymInt) and a.node.expr == b.node.expr
 
 
 def parse_options(mode: str | None, options: dict[str, Any]) -> tuple[Recipe | None, bool, dict[str, Any]]:

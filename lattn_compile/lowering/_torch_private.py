@@ -189,6 +189,26 @@ def guard_attribute(local: str, name: str) -> None:
     install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
 
 
+def guard_global(module: str, name: str) -> None:
+    """Another value of the string `name` of a module of ours means another graph, as if the frame had read it.
+    Without a trace nothing is guarded. (`InstructionTranslator.import_source`)"""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+
+    tx = _translator()
+    if tx is not None:
+        source = AttrSource(tx.import_source(module), name)
+        install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+
+
+def resumes_a_frame() -> bool:
+    """Whether the graph that the backend is being handed is of the rest of a frame behind a graph break."""
+    from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+
+    tx = _translator()
+    return tx is not None and TORCH_DYNAMO_RESUME_IN_PREFIX in tx.output.root_tx.f_code.co_name
+
+
 def traced_path() -> str:
     """Module path of the frame being traced, as in `node.meta["nn_module_stack"]`."""
     tx = _translator()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from lattn_compile.errors import FormatError, Reason, reason
+from lattn_compile.errors import FormatError, PolicyError, Reason, reason
 from lattn_compile.passes.capture import POLICY
 from lattn_compile.passes.context import PassContext, SiteNode, shape_of, value_of
 from lattn_compile.passes.discover import form_of
-from lattn_compile.policy import Exact, Policy, Recipe, Token
+from lattn_compile.policy import Exact, Policy, Recipe
 
 
 def run(context: PassContext) -> None:
@@ -35,7 +35,7 @@ def run(context: PassContext) -> None:
             site.reason = reason("NO_RULE" if site.rule_index is None else "RULE_NONE")
             continue
         site.policy.require_built()
-        site.reason = _obstacle(site, site.policy) or _disagreement(site, site.policy, recipe)
+        site.reason = obstacle(site, site.policy) or _disagreement(site, site.policy, recipe)
     if context.recipe is not None and (context.sites or context.left_alone):
         # An attached recipe's rules were checked against all modules when it was attached.
         left_alone = {left.rule_index for left in context.left_alone if left.rule_index is not None}
@@ -56,7 +56,7 @@ def prefill_policy(node: fx.Node) -> Policy | None:
     return None if saved is None else Policy.from_dict(saved)
 
 
-def _obstacle(site: SiteNode, policy: Policy) -> Reason | None:
+def obstacle(site: SiteNode, policy: Policy) -> Reason | None:
     """Why `policy` cannot be carried by this site, if so."""
     if isinstance(policy.write, Exact):
         return None
@@ -67,16 +67,13 @@ def _obstacle(site: SiteNode, policy: Policy) -> Reason | None:
         dtype = value.dtype
         if dtype not in (torch.float32, torch.float64):
             return reason("STATE_DTYPE", f"the initial state is {dtype}")
-    survives_rounding_again = (
-        isinstance(policy.write, Token) and policy.rounding == "nearest" and policy.feedback is None
-    )
-    if (state is not None or site.used(1)) and not survives_rounding_again:
+    if (state is not None or site.used(1)) and not policy.rewrites_alike:
         return reason("DENSE_CACHE", f"the policy is {policy!r}")
     shape_k, shape_v = shape_of(site.arguments["k"]), shape_of(site.arguments["v"])
     if shape_k is not None and shape_v is not None:
         try:
-            policy.state.check(shape_k[-1], shape_v[-1])
-        except FormatError as error:
+            policy.check_shape(shape_k[-1], shape_v[-1])
+        except (FormatError, PolicyError) as error:
             return reason("FORMAT_SHAPE", str(error))
     return None
 

@@ -270,7 +270,9 @@ def emit(call: Recurrence, kind: str, form: str, tag: str, site_id: int = 0) -> 
     if site_id:
         options["site_id"] = site_id
     prefix, sequence = phase.current()
-    tensors = (call.q, call.k, call.v, call.g, call.beta, state, call.cu_seqlens, prefix, sequence, None)
+    tensors = [call.q, call.k, call.v, call.g, call.beta, state, call.cu_seqlens, prefix, sequence, None]
+    if (identity := phase.current_identity()) != (None, None):
+        tensors += identity
     with torch.fx.traceback.annotate({META: tag}):
         if form == "chunk":
             o, final = torch.ops.lattn.chunk(*tensors, **options)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lattn_compile.errors import Reason
+from lattn_compile.errors import LattnError, Reason
 from lattn_compile.passes.capture import LeftAlone, Refused
 from lattn_compile.passes.spelled.proposal import NearMiss, Proposal
 from lattn_compile.policy import Exact, Policy, Recipe
@@ -24,7 +24,8 @@ class SiteNode:
     `arguments` are the op's, by schema name, defaults filled in, and are what `replace` writes back: a pass that
     changes one changes the op. `form` is "chunk" or "recurrent". `other_paths` are those of further layers that run the
     same node: a region's body may serve several (`nested_compile_region`). `proposal` is set for a recurrence that the
-    graph spells out: its op stands beside the spelling until `replace` puts it in use.
+    graph spells out: its op stands beside the spelling until `replace` puts it in use. `blocked` is raised if the site
+    is rewritten: the active phase cannot reach it.
     """
 
     node: fx.Node
@@ -43,6 +44,7 @@ class SiteNode:
     id: str = ""
     before: str | None = None
     proposal: Proposal | None = None
+    blocked: LattnError | None = None
 
     @property
     def all_prefix(self) -> bool:
@@ -53,9 +55,14 @@ class SiteNode:
         return self.form == "chunk" and self.arguments["prefix_lengths"] is None
 
     @property
+    def rewritten(self) -> bool:
+        """Whether an op of ours stands there by a policy, be it `exact`."""
+        return self.reason is None and self.policy is not None
+
+    @property
     def op_quantizes(self) -> bool:
         """Whether the op that stands there now rounds its state by a policy."""
-        return self.reason is None and self.policy is not None and not isinstance(self.policy.write, Exact)
+        return self.rewritten and not isinstance(self.policy.write, Exact)  # type: ignore[union-attr]
 
     def output(self, index: int) -> list[fx.Node]:
         """Nodes that take the op's output `index`."""
@@ -80,6 +87,9 @@ class PassContext:
         verify: whether rewrites of spelled-out recurrences are checked in float64 first.
         proposals: spelled-out recurrences, by the op that stands for them. misses: what looked like one.
         unsearched: parts of the graph that could not be searched for them, and why.
+        live: whether the graph will be run by the backend, which hands in the phase that is active then.
+        resumed: whether it is the rest of a frame behind a graph break.
+        appended: by name, the fake values of the phase's tensors that became inputs at the end of the graph, in order.
     """
 
     module: fx.GraphModule
@@ -93,6 +103,9 @@ class PassContext:
     proposals: dict[fx.Node, Proposal] = field(default_factory=dict)
     misses: list[NearMiss] = field(default_factory=list)
     unsearched: list[tuple[str, Reason]] = field(default_factory=list)
+    live: bool = False
+    resumed: bool = False
+    appended: dict[str, Any] = field(default_factory=dict)
 
 
 def nodes_of(module: fx.GraphModule) -> Iterator[fx.Node]:

@@ -16,7 +16,7 @@ from lattn_compile.passes import capture
 from lattn_compile.passes.context import PassContext, SiteNode, bodies_of, graph_modules_of, nodes_of, shape_of
 from lattn_compile.recurrence import classify
 
-_OPS = {"lattn::chunk": "chunk", "lattn::decode": "recurrent"}
+_OPS = {"lattn::chunk": "chunk", "lattn::decode": "recurrent", "lattn::replay": "recurrent"}
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
 

@@ -56,14 +56,15 @@ def _choose(site: SiteNode) -> tuple[Any, dict[str, Any]]:
     the policy. With lengths, or in recurrent form, the op is that of the policy's write mode.
     """
     assert site.policy is not None
-    chunk, decode = torch.ops.lattn.chunk.default, torch.ops.lattn.decode.default
     options = site.policy.op_kwargs()
     if site.proposal is not None and site.proposal.state_dtype is not None:
         stored = {torch.bfloat16: "bf16", torch.float16: "fp16"}[site.proposal.state_dtype]
-        return decode, {**options, "write": "token", "state_format": stored, "readout": "before_write"}
+        return torch.ops.lattn.decode, {**options, "write": "token", "state_format": stored, "readout": "before_write"}
     if isinstance(site.policy.write, Exact) or site.all_prefix:
-        return site.node.target, {"implementation": options["implementation"]}
-    return (chunk if options["write"] == "chunk" else decode), options
+        return site.node.target, {name: options[name] for name in ("implementation", "gate") if name in options}
+    if site.policy.op_form == "replay":
+        options["keep_ring"] = False  # a site that hands its state on has no replay policy: its cache is dense
+    return getattr(torch.ops.lattn, site.policy.op_form), options
 
 
 def _write(site: SiteNode, target: Any, options: dict[str, Any], number: int, training: bool) -> fx.Node:
@@ -85,7 +86,13 @@ def _write(site: SiteNode, target: Any, options: dict[str, Any], number: int, tr
         for a in target._schema.arguments
         if a.kwarg_only and not (a.has_default_value() and values[a.name] == a.default_value)
     }
-    args = tuple(values[n] for n in positional)
+    while (
+        positional
+        and target._schema.arguments[len(positional) - 1].default_value is None
+        and (target._schema.arguments[len(positional) - 1].has_default_value() and values[positional[-1]] is None)
+    ):
+        positional.pop()  # as everybody writes a call
+    args = tuple(values.get(n) for n in positional)
     new = old
     if not (old.target == target and tuple(old.args) == args and dict(old.kwargs) == kwargs):
         with old.graph.inserting_before(old):

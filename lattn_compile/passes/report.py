@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lattn_compile.errors import reason
+from lattn_compile.formats.quantizer import Quantizer
 from lattn_compile.ops import dispatch
 from lattn_compile.passes.capture import LeftAlone, Refused
 from lattn_compile.passes.context import PassContext, SiteNode, shape_of, value_of
@@ -58,7 +59,11 @@ def _site(site: SiteNode, training: bool) -> Site:
             dtype_bytes = site.proposal.state_dtype.itemsize
         before = HV * K * V * dtype_bytes
         exact = site.reason is not None or site.policy is None or isinstance(site.policy.write, Exact)
-        after = before if exact else HV * site.policy.state.nbytes(K, V)  # type: ignore[union-attr]
+        after = before
+        if not exact:
+            assert site.policy is not None
+            has_beta = site.arguments["beta"] is not None
+            after = site.policy.nbytes(H, HV, K, V, decay=site.kind.decay, has_beta=has_beta)
     inputs = [a for a in site.node.args if a is not None]
     return Site(
         path=site.path,
@@ -73,11 +78,7 @@ def _site(site: SiteNode, training: bool) -> Site:
         shapes={"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V},
         policy=site.policy.to_dict() if site.policy is not None else None,
         op=None if overload is None else overload._schema.name,
-        kernel=None
-        if overload is None
-        else dispatch.choose(
-            overload._schema.name.removeprefix("lattn::"), str(site.node.kwargs.get("implementation", "auto"))
-        ),
+        kernel=None if overload is None else _kernel(site, overload._schema.name.removeprefix("lattn::")),
         state_bytes_before=before,
         state_bytes_after=after,
         source=site.source,
@@ -88,6 +89,21 @@ def _site(site: SiteNode, training: bool) -> Site:
         graph_before=site.before if site.proposal is None else site.proposal.before,
         graph_after=None if left_spelled else _after(site),
     )
+
+
+def _kernel(site: SiteNode, form: str) -> str | None:
+    """What will run the op, as far as its shapes are known."""
+    q, v = value_of(site.arguments["q"]), value_of(site.arguments["v"])
+    policy = site.policy
+    if q is None or v is None or policy is None:
+        return None
+    quantize = None
+    if (fmt := policy.rounded_format) is not None and not site.all_prefix and site.reason is None:
+        quantize = Quantizer(fmt, policy.rounding, policy.feedback, policy.rotation)
+    dtype = torch.float64 if torch.float64 in (q.dtype, v.dtype) else torch.float32
+    K, V = (x if isinstance(x, int) else 1 for x in (q.shape[-1], v.shape[-1]))
+    work = dispatch.Work(q.device, dtype, K, V, quantize)
+    return dispatch.choose(form, str(site.node.kwargs.get("implementation", "auto")), work)
 
 
 def _evidence(site: SiteNode) -> dict[str, Any]:

@@ -1,9 +1,13 @@
-"""Validate: after the rewrite the graph is well formed and every site gives what it gave, in shape and dtype."""
+"""Validate: after the rewrite the graph is well formed and every site gives what it gave, in shape and dtype.
+
+A site that the active phase cannot reach, and to which it would have made a difference, is refused here.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from lattn_compile import phase
 from lattn_compile.errors import RewriteError
 from lattn_compile.passes.context import PassContext, SiteNode, graph_modules_of, value_of
 from lattn_compile.passes.recognize import overload_of
@@ -13,6 +17,8 @@ def run(context: PassContext) -> None:
     for graph_module in graph_modules_of(context.module):
         graph_module.graph.lint()
     for site in context.sites:
+        if site.blocked is not None and (site.op_quantizes or (site.rewritten and phase.current()[1] is not None)):
+            raise site.blocked
         _same_outputs(site)
 
 

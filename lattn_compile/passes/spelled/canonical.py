@@ -15,7 +15,7 @@ from torch import fx
 from lattn_compile.passes.spelled.aten import Index, arguments, name_of
 from lattn_compile.passes.spelled.labels import constant_size, is_one
 from lattn_compile.passes.spelled.spine import is_view
-from lattn_compile.passes.spelled.writer import Writer, value
+from lattn_compile.passes.spelled.writer import Writer, keep_gradient, value
 
 __all__ = ["canonicalize"]
 
@@ -97,7 +97,9 @@ def _merge(graph: fx.Graph) -> None:
             continue
         if output in node.users and isinstance(value(node), torch.Tensor):
             # Outputs that were two tensors stay two.
-            output.replace_input_with(node, Writer(node, node).call(aten.clone.default, same))
+            clone = Writer(node, node).call(aten.clone.default, same)
+            keep_gradient(clone, node)
+            output.replace_input_with(node, clone)
         node.replace_all_uses_with(same)
         graph.erase_node(node)
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import Index
+from lattn_compile.passes.spelled.aten import Index, name_of
+from lattn_compile.passes.spelled.expand import is_zero
 from lattn_compile.passes.spelled.proposal import CONSTANT, NoMatch, Proposal
 
 __all__ = ["frontier_of"]
@@ -49,9 +50,19 @@ def frontier_of(index: Index, proposal: Proposal, needed: Iterable[fx.Node]) -> 
         if (node in read and not index.repeated(node)) or ends or taken:
             frontier[node] = None
         else:
+            given.update(_drawable(index, _times_zero(node)))
             waiting.extend(node.all_input_nodes)
     frontier.update(dict.fromkeys(_drawable(index, read)))
     return sorted(_independent(index, frontier), key=index.order.__getitem__)
+
+
+def _times_zero(node: fx.Node) -> list[fx.Node]:
+    """What is multiplied by zeros: the decay of a first token's empty state. No new node reads it, and whatever it is
+    computed from (a whole layer, often) need not be run to compare the two."""
+    if name_of(node) != "aten::mul":
+        return []
+    factors = [x for x in node.args if isinstance(x, fx.Node)]
+    return [x for x in factors if x.op == "call_function" and any(y is not x and is_zero(y) for y in factors)]
 
 
 class _Leads:

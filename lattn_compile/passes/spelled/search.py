@@ -16,7 +16,7 @@ from lattn_compile.passes.spelled.lift import as_before
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal
 from lattn_compile.passes.spelled.scan import is_scan, is_while_loop, rewrite_scan, rewrite_while_loop
 from lattn_compile.passes.spelled.stacks import simplify_stacks
-from lattn_compile.passes.spelled.writer import Writer, value
+from lattn_compile.passes.spelled.writer import Writer, keep_gradient
 
 __all__ = ["Found", "commit", "find", "region_of", "search", "sections_of", "tidy"]
 
@@ -178,9 +178,7 @@ def commit(proposal: Proposal) -> dict[fx.Node, fx.Node]:
             w = Writer(new.next, new)
             new = as_before(w, new, old) or new
             proposal.inserted += w.inserted
-        before, after = value(old), value(new)
-        if before.requires_grad and not after.requires_grad:
-            after.requires_grad_(True)  # which the region that a body belongs to asks its outputs for
+        keep_gradient(new, old)
         old.replace_all_uses_with(new)
         done[old] = new
     return done

@@ -15,7 +15,7 @@ from torch import fx
 from lattn_compile.passes.spelled.labels import constant_size
 from lattn_compile.passes.spelled.lift import Operand, as_before, bind, reshaped, same_sizes
 from lattn_compile.passes.spelled.vectorize import Vectorizer
-from lattn_compile.passes.spelled.writer import Writer, aten, value
+from lattn_compile.passes.spelled.writer import Writer, aten, keep_gradient, value
 
 _SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 _UPWARD = 16
@@ -47,6 +47,7 @@ def simplify_stacks(gm: fx.GraphModule, outputs: Collection[fx.Node] | None = No
             continue
         new = as_before(writer, column.join(writer, vectorizer.stack(column.nodes)), node)
         if new is not None:
+            keep_gradient(new, node)
             node.replace_all_uses_with(new)
             erased.append(node)
             written += 1

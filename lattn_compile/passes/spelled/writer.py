@@ -30,6 +30,14 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
     return None
 
 
+def keep_gradient(new: fx.Node, old: fx.Node) -> None:
+    """`new` takes the place of `old`: the region that a body belongs to asks its outputs whether they need a gradient,
+    which fake values that were computed here do not know."""
+    before, after = value(old), value(new)
+    if before.requires_grad and not after.requires_grad:
+        after.requires_grad_(True)
+
+
 def default_permutation(dims: Sequence[int]) -> bool:
     return list(dims) == list(range(len(dims)))
 

@@ -1,6 +1,7 @@
 """Random spellings are recognised and equal; random near misses are never rewritten into something else.
 
-`LATTN_PROPERTY_CASES=2000` runs the whole number; the default is what CI has time for.
+`LATTN_PROPERTY_CASES=2000` runs the whole number; the default is what CI has time for. With `LATTN_PROPERTY_SEED` set,
+other cases are drawn, so that the number can be shared among processes; `-s` shows the tally.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.passes.spelled.generator import Spelling, simplified, spellings
@@ -18,6 +19,7 @@ from tests.passes.spelled.harness import copies, gradients, recurrence, rewrite_
 from tests.passes.spelled.registry import Args, make_args
 
 CASES = int(os.environ.get("LATTN_PROPERTY_CASES", "150"))
+SEED = os.environ.get("LATTN_PROPERTY_SEED")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 # No shrinking: a spelling is one seed to hypothesis, and `simplified` knows better what is plain.
@@ -25,7 +27,7 @@ run_cases = settings(
     max_examples=CASES,
     phases=(Phase.generate,),
     deadline=None,
-    derandomize=True,
+    derandomize=SEED is None,
     database=None,
     suppress_health_check=list(HealthCheck),
 )
@@ -93,20 +95,22 @@ def test_random_spellings_are_recognised_and_no_rewrite_is_wrong() -> None:
     missed: list[str] = []
     seen: set[Spelling] = set()
 
+    @(seed(int(SEED)) if SEED is not None else lambda test: test)
     @run_cases
     @given(spellings(), st.integers(0, 2**31), st.integers(1, EXPORTED))
-    def run(spelling: Spelling, seed: int, die: int) -> None:
+    def run(spelling: Spelling, number: int, die: int) -> None:
         assume(spelling not in seen)
         via = "export" if die == EXPORTED else "make_fx"
         try:
-            _check(spelling, seed, via, tally, missed)
+            _check(spelling, number, via, tally, missed)
         except Exception as error:
-            simplest = simplified(spelling, _fails_like(error, seed, via))
-            error.add_note(f"also via {via}, seed {seed}: {simplest}")
+            simplest = simplified(spelling, _fails_like(error, number, via))
+            error.add_note(f"also via {via}, seed {number}: {simplest}")
             raise
         seen.add(spelling)  # not one that failed: hypothesis runs it again
 
     run()
+    print(dict(tally))
     assert tally["near misses"] > 0.2 * CASES
     assert tally["recognised"] >= 0.98 * tally["equivalent"], "\n".join([str(dict(tally)), *missed[:20]])
 
