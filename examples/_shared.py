@@ -1,0 +1,121 @@
+"""What the examples have in common and is not what they are about: options, text, pretraining, measuring, a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import lattn_compile as lc
+from lattn_compile import demo
+
+
+def parser(doc: str, *, steps: int, lr: float) -> argparse.ArgumentParser:
+    """What every example can be told; `doc` is its docstring."""
+    made = argparse.ArgumentParser(
+        description=doc.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    made.add_argument("--steps", type=int, default=steps, help="training steps with the quantized state")
+    made.add_argument("--pretrain", type=int, default=120, help="training steps before that, with an exact state")
+    made.add_argument("--lr", type=float, default=lr, help="peak learning rate of --steps")
+    made.add_argument("--model", choices=sorted(demo.MODELS), default="qwen3_next")
+    made.add_argument(
+        "--policy",
+        default='{"state": "nvfp4", "write": "token"}',
+        help="preset, JSON of a policy or recipe, or path of a recipe",
+    )
+    made.add_argument("--save", metavar="DIR", help="where the trained model goes (default: a temporary folder)")
+    made.add_argument("--seed", type=int, default=0)
+    return made
+
+
+def arguments(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    from transformers.utils import logging
+
+    options = made.parse_args(argv)
+    if options.policy.lstrip().startswith("{"):
+        options.policy = json.loads(options.policy)
+    if options.save is None:
+        options.folder = tempfile.TemporaryDirectory()  # goes when the program does
+        options.save = options.folder.name
+    torch.set_num_threads(1)  # matrices this small gain nothing from a second core
+    logging.disable_progress_bar()
+    return options
+
+
+def nats(model: Callable[..., Any], windows: torch.Tensor) -> torch.Tensor:
+    """Cross entropy `[batch, LENGTH - PREFIX]` of the bytes behind the prefix of `windows` `[batch, LENGTH + 1]`."""
+    logits = model(input_ids=windows[:, :-1]).logits[:, demo.PREFIX :]
+    target = windows[:, 1 + demo.PREFIX :]
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), reduction="none").view_as(target)
+
+
+def measure(model: Callable[..., Any], text: demo.Text, prefix: int) -> torch.Tensor:
+    """Bits of every held-out byte behind PREFIX: exact with prefix = LENGTH, as decoding does it with PREFIX."""
+    # With autograd on, the graph compiled for training serves here too; without it, a second one would be compiled.
+    with lc.training_phase(prefix):
+        return torch.cat([nats(model, windows).detach() / math.log(2) for windows in text.heldout])
+
+
+def schedule(optimizer: torch.optim.Optimizer, step: int, steps: int, peak: float) -> None:
+    """A short warm-up, then a cosine down to a tenth."""
+    warmup, cosine = min(1.0, (step + 1) / max(1, min(20, steps // 6))), 0.5 * (1 + math.cos(math.pi * step / steps))
+    for group in optimizer.param_groups:
+        group["lr"] = peak * warmup * (0.1 + 0.9 * cosine)
+
+
+def train(
+    model: torch.nn.Module,
+    loss: Callable[[torch.Tensor], torch.Tensor],
+    text: demo.Text,
+    *,
+    steps: int,
+    lr: float,
+    seed: int,
+    decay: float = 0.1,
+) -> None:
+    """AdamW on `steps` random batches; `loss` gets windows and returns a scalar in nats. Backward stands in `loss`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=decay)
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        schedule(optimizer, step, steps, lr)
+        nats_per_byte = loss(text.batch(generator)).item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 20 == 0:
+            print(f"  step {step}: {nats_per_byte / math.log(2):.4f} bits/byte", flush=True)
+
+
+def table(rows: list[tuple[str, torch.Tensor, torch.Tensor | None]]) -> None:
+    """`(name, quantized bits, exact bits or None)`: the gap is over the same windows, so its error is a small one."""
+    print(f"\n{'':44}{'quantized':>10}{'exact':>10}{'gap':>20}")
+    for name, quantized, exact in rows:
+        line = f"{name:44}{quantized.mean():10.4f}"
+        if exact is not None:
+            gap = (quantized - exact).mean(dim=1)
+            error = gap.std() / math.sqrt(len(gap)) if len(gap) > 1 else 0.0
+            line += f"{exact.mean():10.4f}{f'{gap.mean():+.4f} ± {error:.4f}':>20}"
+        print(line)
+    print("bits per byte of held-out text, behind the prefix", flush=True)
+
+
+def check_restored(
+    folder: str, compile: Callable[[Any], Callable[..., Any]], text: demo.Text, bits: torch.Tensor
+) -> None:
+    """Load what `save_pretrained` wrote, as another process would, and measure it: the same numbers, bit for bit."""
+    from transformers import AutoModelForCausalLM
+
+    restored = lc.attach(AutoModelForCausalLM.from_pretrained(folder), folder)
+    again = measure(compile(restored), text, demo.PREFIX)
+    files = ", ".join(sorted(p.name for p in Path(folder).iterdir()))
+    print(f"\nsaved {files}\nrestored: {again.mean():.4f} bits/byte, same bits: {torch.equal(again, bits)}", flush=True)
+    if not torch.equal(again, bits):
+        raise SystemExit("the restored model is not the saved one")

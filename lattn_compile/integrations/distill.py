@@ -1,0 +1,90 @@
+"""What quantization-aware distillation is made of, for a loop of one's own: KL on the suffix, and a teacher's weights.
+
+The teacher needs no second model: an exact state is the same compiled graph under a phase that is all prefix, and other
+weights are other values of its inputs.
+
+    weights = [(p, p.detach().clone()) for p in model.parameters()]        # before training
+    with swapped(weights), lc.training_phase(tokens):
+        teacher = model(ids).logits.detach()
+    with lc.training_phase(prefix):
+        suffix_kl(model(ids).logits, teacher, prefix).backward()
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lattn_compile import phase
+from lattn_compile.errors import ShapeError
+from lattn_compile.phase import Lengths
+
+__all__ = ["all_prefix", "suffix_kl", "swapped"]
+
+
+@contextlib.contextmanager
+def swapped(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Inside, the two tensors of each pair have each other's values. In place: a compiled graph keeps its inputs."""
+
+    def swap() -> None:
+        with torch.no_grad():
+            for a, b in pairs:
+                kept = a.clone()
+                a.copy_(b)
+                b.copy_(kept)
+
+    swap()
+    try:
+        yield
+    finally:
+        swap()
+
+
+def suffix_kl(
+    student: Tensor,
+    teacher: Tensor,
+    prefix_lengths: Lengths | None,
+    sequence_lengths: Lengths | None = None,
+    *,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Mean KL(teacher ‖ student) in nats over the suffix tokens `p <= t < n` of a batch, times temperature².
+
+    Args:
+        student, teacher: logits `[B, T, vocabulary]`; computed in float32 (float64 stays).
+        prefix_lengths, sequence_lengths: as `lc.training_phase` takes them; None: 0, and T.
+    Returns:
+        A scalar, 0 (with zero gradients) if there is no suffix token.
+    Raises:
+        ShapeError: logits of two shapes. DtypeError, SequenceError: lengths that are not lengths.
+    """
+    if student.shape != teacher.shape or student.dim() != 3:
+        raise ShapeError(
+            "teacher",
+            got=f"{list(teacher.shape)} beside {list(student.shape)}",
+            want="[B, T, vocabulary], both",
+            remedy="Give both models the same batch.",
+        )
+    batch, tokens = student.shape[:2]
+    where = torch.arange(tokens, device=student.device).expand(batch, tokens)
+    suffix = torch.ones_like(where, dtype=torch.bool)
+    for name, lengths in (("prefix_lengths", prefix_lengths), ("sequence_lengths", sequence_lengths)):
+        if (n := phase.as_lengths(name, lengths)) is not None:
+            n = n.to(student.device).view(-1, 1)
+            suffix = suffix & (where >= n if name == "prefix_lengths" else where < n)
+    wide = torch.float64 if student.dtype is torch.float64 else torch.float32
+    log_q, log_p = (F.log_softmax(x[suffix].to(wide) / temperature, dim=-1) for x in (student, teacher))
+    kl = F.kl_div(log_q, log_p, reduction="sum", log_target=True) * temperature**2
+    return kl / suffix.sum().clamp(min=1)
+
+
+def all_prefix(prefix: Tensor, sequence: Tensor | None, tokens: int) -> Tensor:
+    """Lengths that make every token prefix, of the kind (one, or one a sequence) that `prefix` is: no new graph."""
+    everything = torch.full_like(prefix, tokens)
+    return (
+        torch.minimum(everything, sequence.to(prefix.device)) if prefix.dim() and sequence is not None else everything
+    )
