@@ -1,0 +1,1 @@
+"""The parts of `lc.calibrate` (`calibrate.py`): recording, measuring, choosing, and the table."""
