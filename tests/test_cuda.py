@@ -13,6 +13,7 @@ from torch import Tensor
 
 import lattn_compile as lc
 import lattn_compile.ops
+from lattn_compile.ops.dispatch import Work, choose
 from lattn_compile.recurrence import KINDS
 from lattn_compile.testing.inputs import make_inputs
 from lattn_compile.testing.oracle import oracle
@@ -27,24 +28,59 @@ MODES = [
     ("decode", {"write": "token", "state_format": "nvfp4"}),
     ("chunk", {"write": "exact"}),
     ("chunk", {"write": "chunk", "state_format": "int8/*x64", "chunk_size": 8}),
+    ("decode", {"write": "token", "state_format": "int8/*x64", "rounding": "stochastic", "seed": 3, "gate": "bf16"}),
+    ("decode", {"write": "token", "state_format": "fp8_e4m3/*x64", "feedback": "int4"}),
+    ("replay", {"write": "replay", "state_format": "int8/*x64", "window": 4}),
+    ("replay", {"write": "replay", "state_format": "nvfp4", "window": 5, "factors": "fp8_e4m3"}),
+    ("replay", {"write": "two_precision", "state_format": "fp8_e4m3/128x1", "window": 4, "anchor": "bf16"}),
 ]
 
 
 @pytest.mark.parametrize("kind", [k.name for k in KINDS])
-@pytest.mark.parametrize(
-    ("op", "options"), MODES, ids=[f"{o}-{m['write']}-{m.get('state_format', '')}" for o, m in MODES]
-)
+@pytest.mark.parametrize(("op", "options"), MODES, ids=["-".join(map(str, (o, *m.values()))) for o, m in MODES])
 def test_an_op_computes_in_float64_what_the_oracle_computes(kind: str, op: str, options: dict[str, Any]) -> None:
     x = make_inputs(kind, lengths=[13, 0, 16], seed=5).map(torch.Tensor.double)
     prefix = torch.tensor([4, 0, 9], dtype=torch.int32)
-    want = oracle(*x.tensors(), prefix, **x.options(), **options)
-    cuda = [t if t is None else t.cuda() for t in (*x.tensors(), prefix)]
-    leaves = [t.requires_grad_() for t in cuda if t is not None and t.is_floating_point()]
-    o, final, *_ = getattr(torch.ops.lattn, op)(*cuda, None, None, **x.options(), **options)
+    cpu = [t.requires_grad_() if t is not None and t.is_floating_point() else t for t in (*x.tensors(), prefix)]
+    want = oracle(*cpu, **x.options(), **options)
+    cuda = [None if t is None else t.detach().cuda().requires_grad_(t.requires_grad) for t in cpu]
+    carried = [None] * 6 if op == "replay" else []
+    o, final, *_ = getattr(torch.ops.lattn, op)(*cuda[:6], *carried, *cuda[6:], None, None, **x.options(), **options)
     assert (o.cpu() - want.o).norm() <= 1e-9 * want.o.norm()
     assert (final.cpu() - want.final_state).norm() <= 1e-9 * want.final_state.norm()
-    grads = torch.autograd.grad(o.square().sum() + final.sum(), leaves)
-    assert all(g.isfinite().all() for g in grads)
+    leaves = [[t for t in of if t is not None and t.requires_grad] for of in (cuda, cpu)]
+    ours = torch.autograd.grad(o.square().sum() + final.sum(), leaves[0])
+    theirs = torch.autograd.grad(want.o.square().sum() + want.final_state.sum(), leaves[1])
+    for mine, loops in zip(ours, theirs, strict=True):
+        assert (mine.cpu() - loops).norm() <= 1e-9 * loops.norm() + 1e-12
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lc.Policy(lc.Int8(), rounding="stochastic", seed=5, feedback="int8"),
+        lc.Policy(lc.Fp8(), write=lc.Replay(4, factors="int8"), rotation="hadamard_k"),
+        lc.Policy(write=lc.TwoPrecision(4), rounding="stochastic"),
+        lc.Policy(lc.Nvfp4(), write=lc.Chunk(4), rounding="stochastic"),
+    ],
+    ids=str,
+)
+def test_a_carried_state_moves_between_devices_and_continues(policy: lc.Policy) -> None:
+    """In float64: codes are those of the CPU, whichever device computed the first half."""
+    tokens = make_inputs("gdn", lengths=[12, 12], seed=5).map(torch.Tensor.double).tensors()[:5]
+    halves = [[t if t is None else t[:, at] for t in tokens] for at in (slice(0, 7), slice(7, 12))]
+    kwargs = {"policy": policy, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+
+    def run(half: int, device: str, state: object = None) -> tuple[Tensor, object]:
+        args = [t if t is None else t.to(device) for t in halves[half]]
+        return lc.linear_attention(*args, initial_state=state, **kwargs)  # type: ignore[arg-type,return-value]
+
+    state = run(0, "cpu")[1]
+    want, end = run(1, "cpu", state)
+    for first, second in (("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")):
+        got, last = run(1, second, run(0, first)[1].to(second))  # type: ignore[attr-defined]
+        assert (got.cpu() - want).norm() <= 1e-9 * want.norm()
+        assert (last.dense().cpu() - end.dense()).norm() <= 1e-9 * end.dense().norm()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
@@ -130,3 +166,35 @@ def test_a_spelled_out_loop_is_found_and_computes_the_same(policy: str) -> None:
         grads = [torch.autograd.grad(sum(x.square().sum() for x in out), args) for out in (got, plain)]
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda", "gla", "linear"])
+@pytest.mark.parametrize("write", [{"write": "exact"}, {"write": "token", "state_format": "int8/*x32"}])
+def test_auto_takes_triton_where_it_can_and_computes_what_the_reference_does(kind: str, write: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    x = make_inputs(kind, lengths=[13, 0, 16], seed=5)
+    prefix = torch.tensor([4, 0, 9], dtype=torch.int32)
+    found = {}
+    for implementation in ("auto", "reference"):
+        cuda = [t if t is None else t.cuda() for t in (*x.tensors(), prefix)]
+        leaves = [t.requires_grad_() for t in cuda if t is not None and t.is_floating_point()]
+        options = {**x.options(), **write, "implementation": implementation}
+        o, final, *_ = torch.ops.lattn.decode(*cuda, None, None, **options, checkpoint_every=8)
+        found[implementation] = [o, final, *torch.autograd.grad(o.square().sum() + final.sum(), leaves)]
+    value_dim = x.v.shape[-1]
+    work = Work(torch.device("cuda"), torch.float32, x.q.shape[-1], value_dim, None)
+    assert choose("decode", "auto", work) == ("triton" if value_dim % 4 == 0 else "reference")
+    for mine, theirs in zip(found["auto"], found["reference"], strict=True):
+        # A code that flips is a step of 1/127 of a tile's maximum; without one, fp32 sums in another order.
+        assert (mine - theirs).norm() <= (1e-5 if write["write"] == "exact" else 1e-2) * theirs.norm() + 1e-6
+
+
+def test_what_triton_cannot_do_is_the_references_or_refused_with_the_reason() -> None:
+    pytest.importorskip("triton")
+    x = make_inputs("gdn", lengths=[5], seed=5)
+    cuda = [t if t is None else t.cuda() for t in x.tensors()]
+    rounding = {"write": "token", "state_format": "int8/*x32", "rounding": "stochastic"}
+    o, *_ = torch.ops.lattn.decode(*cuda, *(None,) * 3, **x.options(), **rounding)
+    assert o.isfinite().all()
+    with pytest.raises(lc.LattnError, match=r"implementation: got 'triton', but .*stochastic"):
+        torch.ops.lattn.decode(*cuda, *(None,) * 3, **x.options(), **rounding, implementation="triton")

@@ -1,0 +1,58 @@
+"""QDQ of a state at a grid line: the codec of `common/codec.py` on a `[key channels, value columns]` matrix."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lattn_compile.formats.bf16.triton import round_codes as round_bf16
+from lattn_compile.formats.fp8_e4m3.triton import LARGEST as FP8_LARGEST
+from lattn_compile.formats.fp16.triton import round_codes as round_fp16
+from lattn_compile.formats.int8.triton import LARGEST as INT8_LARGEST
+from lattn_compile.formats.nvfp4.triton import BLOCK, GROUP
+from lattn_compile.kernels.common.codec import block_scales, round_codes, scales
+
+__all__ = ["rounded"]
+
+_INFINITE = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def _over_tiles(bits, TILE_K: tl.constexpr, TILE_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """The largest of each tile, at each of its places; a scalar where all is one tile."""
+    if TILE_K == BK:
+        columns = tl.max(bits, 0)
+        if TILE_V == BV:
+            return tl.max(columns, 0)
+        else:
+            tiles = tl.max(tl.reshape(columns, (BV // TILE_V, TILE_V)), 1)
+            tiles = tl.broadcast_to(tiles[:, None], (BV // TILE_V, TILE_V))
+            return tl.reshape(tiles, (BV,))[None, :]
+    else:
+        tiles = tl.reshape(bits, (BK // TILE_K, TILE_K, BV // TILE_V, TILE_V))
+        most = tl.max(tl.max(tiles, 3), 1)
+        most = tl.broadcast_to(most[:, None, :, None], (BK // TILE_K, TILE_K, BV // TILE_V, TILE_V))
+        return tl.reshape(most, (BK, BV))
+
+
+@triton.jit
+def rounded(S, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """`S [BK, BV]` as it is read back from FORMAT; all tiles, powers of two, lie in this program."""
+    if FORMAT == "bf16":
+        return round_bf16(S)
+    elif FORMAT == "fp16":
+        return round_fp16(S)
+    else:
+        tl.static_assert(FORMAT == "int8" or FORMAT == "fp8_e4m3" or FORMAT == "nvfp4")
+        bits = S.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if FORMAT == "nvfp4":
+            finite = tl.where(bits < _INFINITE, bits, 0)
+            group = _over_tiles(finite, BK, min(GROUP, BV), BK, BV)
+            step, inverse, zero = block_scales(_over_tiles(bits, BLOCK, 1, BK, BV), group)
+        else:
+            LARGEST: tl.constexpr = INT8_LARGEST if FORMAT == "int8" else FP8_LARGEST
+            step, inverse, zero = scales(_over_tiles(bits, BLOCK_K, BLOCK_V, BK, BV), LARGEST)
+        code, _ = round_codes(tl.fma(S, inverse, zero), FORMAT)
+        return code * step

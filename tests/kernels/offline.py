@@ -1,0 +1,171 @@
+"""Compiles the kernels that a call would launch, for GPUs that are not here.
+
+`launches` runs a kernel module's host code on CPU tensors with every launch recorded instead of done; `build` compiles
+one as Triton's launcher would have specialised it: pointers aligned, ones folded, multiples of 16 known as such.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+__all__ = ["TARGETS", "Built", "Launch", "build", "launches"]
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+_TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+}
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+@dataclass
+class Launch:
+    """One recorded launch: what its compilation depends on."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    aligned: list[str]
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+    def key(self) -> str:
+        return repr((self.name, self.signature, self.constants, self.aligned, self.options))
+
+
+@dataclass
+class Built:
+    """Resources of a compiled kernel, and the body of its longest loop as machine instructions (NVIDIA only).
+
+    `layout` is that of most of its four-dimensional fp32 tensors, the pieces of a state; "" without any.
+    """
+
+    shared: int
+    layout: str = ""
+    registers: int | None = None
+    stack: int | None = None
+    loop: list[str] = field(default_factory=list)
+
+    def count(self, *prefixes: str) -> int:
+        """Instructions of the loop that begin so."""
+        return sum(line.startswith(prefixes) for line in self.loop)
+
+
+def launches(call: Callable[[], object]) -> list[Launch]:
+    """What `call` launches, each distinct kernel once."""
+    found: dict[str, Launch] = {}
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launch = _launch(self, args, kwargs)
+        found.setdefault(launch.key(), launch)
+
+    original = triton.JITFunction.run
+    triton.JITFunction.run = record
+    try:
+        call()
+    finally:
+        triton.JITFunction.run = original
+    return list(found.values())
+
+
+def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    assert set(values) == set(kernel.arg_names), set(values) ^ set(kernel.arg_names)
+    launch = Launch(kernel, {}, {}, [], options)
+    for parameter in kernel.params:
+        name, value = parameter.name, values[parameter.name]
+        specialize = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (specialize and isinstance(value, int) and value == 1):
+            launch.signature[name], launch.constants[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            launch.signature[name] = "*" + _TYPES[value.dtype]
+            launch.aligned.append(name)
+        elif isinstance(value, float):
+            launch.signature[name] = "fp32"
+        else:
+            launch.signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            if specialize and value % 16 == 0:
+                launch.aligned.append(name)
+    return launch
+
+
+def build(launch: Launch, target: str) -> Built:
+    """Compiles `launch` for a name in `TARGETS`; raises what Triton raises."""
+    position = {name: i for i, name in enumerate(launch.kernel.arg_names)}
+    source = ASTSource(
+        fn=launch.kernel,
+        signature=launch.signature,
+        constexprs={(position[name],): value for name, value in launch.constants.items()},
+        attrs={(position[name],): [["tt.divisibility", 16]] for name in launch.aligned},
+    )
+    compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
+    built = Built(shared=compiled.metadata.shared, layout=_layout(compiled.asm["ttgir"]))
+    if "cubin" in compiled.asm:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "kernel.cubin"
+            path.write_bytes(compiled.asm["cubin"])
+            usage = _tool("cuobjdump", "-res-usage", str(path))
+            built.loop = _longest_loop(_tool("cuobjdump", "-sass", str(path)))
+        built.registers = int(re.findall(r"REG:(\d+)", usage)[0])
+        built.stack = int(re.findall(r"STACK:(\d+)", usage)[0])
+    return built
+
+
+def _layout(ttgir: str) -> str:
+    names = collections.Counter(re.findall(r"tensor<(?:\d+x){4}f32, (#\w+)>", ttgir))
+    if not names:
+        return ""
+    name = names.most_common(1)[0][0]
+    return re.findall(rf"^{name} = (.*)$", ttgir, re.MULTILINE)[0]  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _tools() -> Path:
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def _tool(name: str, *arguments: str) -> str:
+    return subprocess.run([_tools() / name, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _longest_loop(sass: str) -> list[str]:
+    """Instructions between a backward branch and its target, predicates dropped."""
+    lines = [
+        (int(at, 16), re.sub(r"^@!?U?P\d+ ", "", text.strip()))
+        for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*?) ?;", sass)
+    ]
+    best: list[str] = []
+    for at, text in lines:
+        target = re.match(r"BRA\S* .*?0x([0-9a-f]+)", text)
+        if target and int(target[1], 16) < at:
+            body = [other for where, other in lines if int(target[1], 16) <= where <= at]
+            best = max(best, body, key=len)
+    return best
