@@ -3,6 +3,8 @@
 #   make demo            set up, then run the demo;    make demo ARGS="--model kimi --all"
 #   make test            set up, then lint and test;   make test ARGS="tests/formats -k int8"
 #
+# For developers: make test-full (everything that CI samples, hours), make gpu-test (kernels, on this machine's GPU).
+#
 # PYTHON chooses the interpreter (3.11 or newer), VENV the folder.
 
 PYTHON ?= python3
@@ -22,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 ALT := $(CURDIR)/$(VENV)/alt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint check setup setup-dev clean
+.PHONY: help demo test test-full gpu-test lint check setup setup-dev clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -36,6 +38,19 @@ test: lint check
 check: $(VENV)/.dev
 	OMP_NUM_THREADS=1 LATTN_TEST_HF517="$(ALT)/hf517" LATTN_TEST_FLA="$(ALT)/fla" \
 	    $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+test-full: export LATTN_CONFORMANCE := full
+test-full: export LATTN_CONFORMANCE_CASES ?= 20000
+test-full: export LATTN_CORPUS := full
+test-full: export LATTN_PROPERTY_CASES := 2000
+test-full: export LATTN_COMPILE_ALL := 1
+test-full: test
+
+# Uses the torch, Triton and fla-core of the environment that PYTHON is: a GPU's torch comes from its own index.
+gpu-test:
+	$(PYTHON) -m pytest tests/test_cuda.py $(ARGS)
+	$(PYTHON) -m tests.gpu.run
+	$(PYTHON) benchmarks/kernels.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -189,7 +189,8 @@ REASONS: dict[str, Reason] = {
             code="DENSE_CACHE",
             text="a dense cached state is handed over at every call, which is harmless only for exact and for token "
             "writes with nearest rounding and no feedback",
-            remedy="Use a token policy for cached inference, or carry an EncodedState or ReplayState.",
+            remedy="For training, call the model with use_cache=False; for cached inference use a token policy, or "
+            "carry the EncodedState or ReplayState of lc.linear_attention.",
         ),
         Reason(
             code="STATE_DTYPE",

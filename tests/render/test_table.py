@@ -23,7 +23,7 @@ site                                  n  kind  rule/decay  form  B,T,H,HV,K,V   
 model.layers.[0-2].linear_attn/gdn#0  3  gdn   delta/head  call  1,s27,2,4,16,16  int8/*x64 token  lattn::chunk  reference  4.0 KiB -> 1.0 KiB  rewritten
 model.layers.4.linear_attn/gdn#0      1  gdn   delta/head  call  1,s27,2,4,16,16  int8/*x64 token  -             -          4.0 KiB             left DENSE_CACHE
 
-left: model.layers.4.linear_attn/gdn#0 at modeling_qwen3_next.py:612: [DENSE_CACHE] a dense cached state is handed over at every call, which is harmless only for exact and for token writes with nearest rounding and no feedback. Use a token policy for cached inference, or carry an EncodedState or ReplayState.
+left: model.layers.4.linear_attn/gdn#0 at modeling_qwen3_next.py:612: [DENSE_CACHE] a dense cached state is handed over at every call, which is harmless only for exact and for token writes with nearest rounding and no feedback. For training, call the model with use_cache=False; for cached inference use a token policy, or carry the EncodedState or ReplayState of lc.linear_attention.
 unrecognised: model.layers.5.mixer, node add_12 at mixer.py:88: [KEYS] erase and read use different keys
 remedy: [KEYS] the two keys are not one value. Use one key for both.
 graph break: app.py:31: call to print
