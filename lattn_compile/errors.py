@@ -186,6 +186,11 @@ REASONS: dict[str, Reason] = {
             remedy="Drop policy= from that call to let the recipe decide.",
         ),
         Reason(
+            code="NO_GAIN",
+            text="it takes as many bytes as exact",
+            remedy="Give it in candidates to measure it all the same.",
+        ),
+        Reason(
             code="DENSE_CACHE",
             text="a dense cached state is handed over at every call, which is harmless only for exact and for token "
             "writes with nearest rounding and no feedback",

@@ -38,10 +38,6 @@ from lattn_compile.policy import Exact, Policy, Recipe
 
 __all__ = ["RecordedSite", "Recorder"]
 
-_NO_GAIN = Reason(
-    code="NO_GAIN", text="it takes as many bytes as exact", remedy="Give it in candidates to measure it all the same."
-)
-
 
 @dataclass(eq=False)
 class RecordedSite:
@@ -99,7 +95,7 @@ class RecordedSite:
         if self.own is None:
             for policy in candidates:
                 if drop_useless and self.nbytes(policy) >= self.exact_bytes:
-                    self.excluded.setdefault(policy, _NO_GAIN)
+                    self.excluded.setdefault(policy, reason("NO_GAIN"))
             self.errors.add(call, [policy for policy in candidates if policy not in self.excluded])
 
 
