@@ -196,6 +196,10 @@ def _checkpoint_every(tensors: tuple[Tensor | None, ...], tokens: int) -> int:
 
 def _check_identity(position: int | Tensor | None, sequence_ids: Sequence[int] | Tensor | None, sequences: int) -> None:
     for name, x, scalar in (("position", position, True), ("sequence_ids", sequence_ids, False)):
+        if scalar and isinstance(x, int) and not isinstance(x, bool) and not 0 <= x < 2**32:
+            raise SequenceError(
+                name, got=str(x), want="0 to 2**32 - 1", remedy="Random bits are keyed by 32 bits of a position."
+            )
         if x is None or (scalar and isinstance(x, int) and not isinstance(x, bool)):
             continue
         if isinstance(x, Tensor):

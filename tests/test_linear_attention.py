@@ -393,3 +393,9 @@ def test_shapes_are_refused_by_name() -> None:
         run(tensors, cu_seqlens=torch.tensor([0, 20, 40]), policy=TOKEN)
     with pytest.raises(SequenceError, match=r"prefix_lengths: got -1"):
         run(tensors, prefix_lengths=-1, policy=Policy(write=Token()))
+
+
+@pytest.mark.parametrize("position", [-1, 2**32, 2**63])
+def test_a_position_whose_random_bits_would_be_anothers_is_refused(position: int) -> None:
+    with pytest.raises(SequenceError, match=rf"position: got {position}; want 0 to 2\*\*32 - 1"):
+        run(inputs(), policy=Policy(Int8(8), rounding="stochastic"), position=position)
