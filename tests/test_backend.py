@@ -148,7 +148,8 @@ args = tuple(a.requires_grad_() for a in args)
 def f(q, k, v, g, beta):
     return lc.linear_attention(q, k, v, g, beta)[0].square().sum()
 policy = eval(sys.argv[1], {"lc": lc})
-loss = torch.compile(f, backend="lattn_compile", fullgraph=True, options={"policy": policy})(*args)
+chosen = {"options": {"policy": policy}} if sys.argv[2] == "lattn_compile" else {}
+loss = torch.compile(f, backend=sys.argv[2], fullgraph=True, **chosen)(*args)
 loss.backward()
 print(json.dumps({
     "loss": loss.item(),
@@ -159,9 +160,10 @@ print(json.dumps({
 """
 
 
-def _child(policy: str, cache: Path, package: Path = ROOT) -> dict[str, Any]:
+def _child(policy: str, cache: Path, package: Path = ROOT, backend: str = "lattn_compile") -> dict[str, Any]:
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(package)}
-    done = subprocess.run([sys.executable, "-c", _CHILD, policy], capture_output=True, text=True, env=env, cwd=package)
+    command = [sys.executable, "-c", _CHILD, policy, backend]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=package)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -182,12 +184,28 @@ def test_a_changed_policy_or_source_never_hits_a_stale_artifact(tmp_path: Path) 
         assert result["loss"] != first["loss"], other
 
     # The same policy with another source file: the copy differs in a comment only.
-    package = tmp_path / "package"
+    changed = _child("'int8'", cache, _changed_copy(tmp_path, "kernels/reference/decode.py"))
+    assert changed["misses"] > 0
+    assert changed["loss"] == first["loss"]
+
+
+def test_plain_inductor_never_calls_an_op_by_an_older_schema(tmp_path: Path) -> None:
+    """torch's cache keys hold an op's name only: a backward compiled by another version would miss arguments."""
+    cache = tmp_path / "cache"
+    first = _child("'int8'", cache, backend="inductor")
+    again = _child("'int8'", cache, backend="inductor")
+    assert first["misses"] > 0
+    assert again["misses"] == 0
+    changed = _child("'int8'", cache, _changed_copy(tmp_path, "ops/options.py"), backend="inductor")
+    assert changed["misses"] > 0
+    assert changed["loss"] == again["loss"] == first["loss"]
+
+
+def _changed_copy(folder: Path, source: str) -> Path:
+    package = folder / source.replace("/", "_")
     shutil.copytree(
         ROOT / "lattn_compile", package / "lattn_compile", ignore=shutil.ignore_patterns("__pycache__", ".*")
     )
-    kernel = package / "lattn_compile" / "kernels" / "reference" / "decode.py"
-    kernel.write_text(kernel.read_text() + "\n# another version\n")
-    changed = _child("'int8'", cache, package)
-    assert changed["misses"] > 0
-    assert changed["loss"] == first["loss"]
+    file = package / "lattn_compile" / source
+    file.write_text(file.read_text() + "\n# another version\n")
+    return package
