@@ -50,6 +50,7 @@ test-full: test
 gpu-test:
 	$(PYTHON) -m pytest tests/test_cuda.py $(ARGS)
 	$(PYTHON) -m tests.gpu.run
+	$(PYTHON) -m tests.gpu.run --sanitize
 	$(PYTHON) benchmarks/kernels.py
 
 lint: $(VENV)/.dev

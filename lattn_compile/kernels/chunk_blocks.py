@@ -109,12 +109,10 @@ def extent(index, lead, length, CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: 
 @triton.jit
 def _counts(
     lengths, offsets, i, N, skip, span,
-    GRID: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
+    CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     length = tl.load(lengths + i, mask=i < N, other=0)
-    lead = tl.zeros_like(length)
-    if GRID:
-        lead = tl.load(offsets + i, mask=i < N, other=0) % CHUNK
+    lead = tl.load(offsets + i, mask=i < N, other=0) % CHUNK
     last = lead + length - 1
     count = last // CHUNK * PER + last % CHUNK // TOKENS - lead // TOKENS + 1
     count = tl.where(length > 0, count, 0).to(tl.int32)
@@ -124,7 +122,7 @@ def _counts(
 @triton.jit(do_not_specialize=["N", "blocks", "skip", "span"])
 def _place(
     lengths, offsets, owner, index, first, count, N, blocks, skip, span,
-    GRID: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
+    CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
     SEQUENCES: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Fills a `Schedule`. Grid: (ceil(NB / PLACES),); every program goes through all sequences."""
@@ -134,7 +132,7 @@ def _place(
     total = 0
     for at in range(0, N, SEQUENCES):
         i = at + tl.arange(0, SEQUENCES)
-        n = _counts(lengths, offsets, i, N, skip, span, GRID, CHUNK, TOKENS, PER)
+        n = _counts(lengths, offsets, i, N, skip, span, CHUNK, TOKENS, PER)
         end = total + tl.cumsum(n, 0)
         if tl.program_id(0) == 0:
             tl.store(first + i, end - n, mask=i < N)
@@ -147,24 +145,20 @@ def _place(
     tl.store(index + here, here - begun, mask=here < blocks)
 
 
-def schedule(
-    lengths: Tensor, offsets: Tensor | None, tokens: int, plan: Cut, skip: int = 0, span: int | None = None
-) -> Schedule:
+def schedule(lengths: Tensor, offsets: Tensor, plan: Cut, bound: int, skip: int, span: int) -> Schedule:
     """Places the blocks `skip <= index < skip + span` of every sequence.
 
     Args:
-        lengths: int64 `[N]`, contiguous, of sequences of `tokens` flat tokens together at most.
-        offsets: int64 `[N]`, contiguous, tokens between a grid line and each sequence's first token; None is 0.
-        span: None is all of them.
+        lengths: int64 `[N]`, contiguous.
+        offsets: int64 `[N]`, contiguous, tokens between a grid line and each sequence's first token.
+        bound: of all blocks, by `plan.bound`.
     """
     count = lengths.shape[0]
-    blocks = plan.bound(tokens, count, on_line=offsets is None)
-    if span is not None:
-        blocks = min(blocks, span * count)
+    blocks = min(bound, span * count)
     memory = torch.empty(2 * blocks + 2 * count, dtype=torch.int32, device=lengths.device)
     parts = memory.split([blocks, blocks, count, count])
     _place[(triton.cdiv(blocks, _PLACES),)](
-        lengths, offsets, *parts, count, blocks, skip, blocks if span is None else span,
-        GRID=offsets is not None, **plan.constants(), SEQUENCES=_SEQUENCES, PLACES=_PLACES, num_warps=4,
+        lengths, offsets, *parts, count, blocks, skip, span,
+        **plan.constants(), SEQUENCES=_SEQUENCES, PLACES=_PLACES, num_warps=4,
     )  # fmt: skip
     return Schedule(*parts)

@@ -1,6 +1,8 @@
 """QDQ of a state at a grid line: the codec of `common/codec.py` on a `[key channels, value columns]` matrix."""
 
-# mypy: allow-untyped-defs
+# Triton's language, not Python: tuples grow, conditions on constants stand alone.
+# mypy: ignore-errors
+# ruff: noqa: RUF005
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from lattn_compile.formats.bf16.triton import round_codes as round_bf16
 from lattn_compile.formats.fp8_e4m3.triton import LARGEST as FP8_LARGEST
 from lattn_compile.formats.fp16.triton import round_codes as round_fp16
 from lattn_compile.formats.int8.triton import LARGEST as INT8_LARGEST
-from lattn_compile.formats.nvfp4.triton import BLOCK, GROUP
+from lattn_compile.formats.nvfp4.triton import BLOCK
 from lattn_compile.kernels.common.codec import block_scales, round_codes, scales
 
 __all__ = ["rounded"]
@@ -38,21 +40,49 @@ def _over_tiles(bits, TILE_K: tl.constexpr, TILE_V: tl.constexpr, BK: tl.constex
 
 
 @triton.jit
-def rounded(S, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """`S [BK, BV]` as it is read back from FORMAT; all tiles, powers of two, lie in this program."""
-    if FORMAT == "bf16":
-        return round_bf16(S)
-    elif FORMAT == "fp16":
-        return round_fp16(S)
+def rounded(
+    S, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PIECES: tl.constexpr,
+):  # fmt: skip
+    """A state as it is read back from FORMAT: PIECES tensors `[BK, BV]`, side by side.
+
+    Tiles are powers of two; one that is wider than a piece is as wide as all of them.
+    """
+    written = ()
+    if FORMAT == "bf16" or FORMAT == "fp16":
+        for i in tl.static_range(PIECES):
+            written = written + (round_bf16(S[i]) if FORMAT == "bf16" else round_fp16(S[i]),)
     else:
         tl.static_assert(FORMAT == "int8" or FORMAT == "fp8_e4m3" or FORMAT == "nvfp4")
-        bits = S.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        if FORMAT == "nvfp4":
-            finite = tl.where(bits < _INFINITE, bits, 0)
-            group = _over_tiles(finite, BK, min(GROUP, BV), BK, BV)
-            step, inverse, zero = block_scales(_over_tiles(bits, BLOCK, 1, BK, BV), group)
-        else:
-            LARGEST: tl.constexpr = INT8_LARGEST if FORMAT == "int8" else FP8_LARGEST
-            step, inverse, zero = scales(_over_tiles(bits, BLOCK_K, BLOCK_V, BK, BV), LARGEST)
-        code, _ = round_codes(tl.fma(S, inverse, zero), FORMAT)
-        return code * step
+        WIDE: tl.constexpr = BLOCK_V > BV
+        LARGEST: tl.constexpr = INT8_LARGEST if FORMAT == "int8" else FP8_LARGEST
+        most = 0
+        if WIDE:
+            for i in tl.static_range(PIECES):
+                if FORMAT == "nvfp4":
+                    most = tl.maximum(most, _over_tiles(_finite(_magnitude(S[i])), BK, BV, BK, BV))
+                else:
+                    most = tl.maximum(most, _over_tiles(_magnitude(S[i]), BLOCK_K, BV, BK, BV))
+        for i in tl.static_range(PIECES):
+            bits = _magnitude(S[i])
+            if FORMAT == "nvfp4":
+                step, inverse, zero = block_scales(_over_tiles(bits, BLOCK, 1, BK, BV), most)
+            else:
+                if WIDE:
+                    step, inverse, zero = scales(most, LARGEST)
+                else:
+                    step, inverse, zero = scales(_over_tiles(bits, BLOCK_K, BLOCK_V, BK, BV), LARGEST)
+            code, _ = round_codes(tl.fma(S[i], inverse, zero), FORMAT)
+            written = written + (code * step,)
+    return written
+
+
+@triton.jit
+def _magnitude(S):
+    """The bits of magnitudes, which are ordered as they are, NaN on top."""
+    return S.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _finite(bits):
+    return tl.where(bits < _INFINITE, bits, 0)

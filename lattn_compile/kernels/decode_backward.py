@@ -2,15 +2,14 @@
 
 # Triton's language, not Python: no annotations but constants, tuples grow, conditions on constants stand alone.
 # mypy: ignore-errors
-# ruff: noqa: RUF005, SIM102
+# ruff: noqa: RUF005
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from lattn_compile.kernels.common.codec import from_bytes
-from lattn_compile.kernels.common.inputs import exp, rstd, unpack
+from lattn_compile.kernels.common.inputs import exp, unpack
 from lattn_compile.kernels.common.pieces import (
     columns,
     key_channels,
@@ -23,29 +22,49 @@ from lattn_compile.kernels.common.pieces import (
     store_state,
     sum_channels,
 )
+from lattn_compile.kernels.decode_codec import from_words, places_of_steps
 
-__all__ = ["deliver", "retreat"]
+__all__ = ["retreat"]
 
 
 @triton.jit
-def _load_words(p, BYTES: tl.constexpr, PIECES: tl.constexpr, STRIDE: tl.constexpr):
+def _load_words(p, COUNT: tl.constexpr, STRIDE: tl.constexpr):
     """What `_save` of the forward stored at `p`."""
     out = ()
-    for i in tl.static_range((PIECES + 3) // 4 if BYTES else PIECES):
+    for i in tl.static_range(COUNT):
         out = out + (tl.load(p + i * STRIDE),)
     return out
 
 
 @triton.jit
-def _state(words, FORMAT: tl.constexpr, BYTES: tl.constexpr, PIECES: tl.constexpr):
-    """The state that `words` hold, in pieces; where they are bytes, before its scale."""
-    out = ()
-    for i in tl.static_range(PIECES):
-        if BYTES:
-            out = out + (from_bytes((words[i // 4] >> (8 * (i % 4))) & 0xFF, FORMAT),)
-        else:
-            out = out + (words[i].to(tl.float32),)
-    return out
+def _load_steps(p, BYTES: tl.constexpr, STEPS: tl.constexpr, STRIDE: tl.constexpr):
+    """What the codes of groups of pieces are multiplied with: one number for all, or a tensor for each."""
+    if BYTES == 1:
+        return (tl.load(p),)
+    else:
+        out = ()
+        for i in tl.static_range(STEPS):
+            out = out + (tl.load(p + i * STRIDE),)
+        return out
+
+
+@triton.jit
+def _state(words, steps, factor, FORMAT: tl.constexpr, BYTES: tl.constexpr, PIECES: tl.constexpr):
+    """`factor`, a scalar, times the state that `words` hold, in pieces."""
+    if BYTES:
+        COUNT: tl.constexpr = PIECES // len(steps)
+        factors = ()
+        for i in tl.static_range(len(steps)):
+            factors = factors + (steps[i] * factor,)
+        out = ()
+        for i in tl.static_range(PIECES):
+            out = out + (from_words(words, i, FORMAT) * factors[i // COUNT],)
+        return out
+    else:
+        out = ()
+        for i in tl.static_range(PIECES):
+            out = out + (words[i].to(tl.float32) * factor,)
+        return out
 
 
 @triton.jit
@@ -69,11 +88,50 @@ def _put(tiles, j: tl.constexpr, x, at_column, TILES: tl.constexpr, COLUMNS: tl.
 @triton.jit
 def _over_warp(x, FLIP: tl.constexpr):
     """The sum of a piece over all that a warp holds, `[WARPS]`."""
+    # Axis by axis, see `decode_codec.py`: columns while threads hold some of them, then lanes.
     if FLIP:
-        x = tl.sum(x, 0)
+        return tl.sum(tl.sum(tl.sum(x, 0), 2), 1)
     else:
-        x = tl.permute(tl.sum(x, 2), (1, 0, 2))
-    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] * x.shape[2])), 1)
+        return tl.sum(tl.sum(tl.sum(x, 2), 2), 0)
+
+
+@triton.jit
+def _written_again(
+    T,
+    p_pair,
+    p_error,
+    p_g,
+    p_beta,
+    count,
+    pair_token,
+    error_token,
+    g_token,
+    beta_token,
+    channel,
+    inside,
+    K: tl.constexpr,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    MASK_K: tl.constexpr,
+    DECAY: tl.constexpr,
+    BETA: tl.constexpr,
+):
+    """The state after `count` more tokens, whose errors are known, so that nothing has to be summed."""
+    for s in range(count):
+        k = load_channels(p_pair + s * pair_token, channel, K, PIECES, STEP, MASK_K)
+        u = tl.load(p_error + s * error_token, mask=inside, other=0.0)
+        if BETA:
+            u = tl.load(p_beta + tl.cast(s, tl.int64) * beta_token).to(tl.float32) * u
+        if DECAY == 1:
+            T = scaled(T, exp(tl.load(p_g + tl.cast(s, tl.int64) * g_token).to(tl.float32)), False, PIECES)
+        if DECAY == 2:
+            T = scaled(T, load_channels(p_g + s * g_token, channel, K, PIECES, STEP, MASK_K), True, PIECES)
+        out = ()
+        for i in tl.static_range(PIECES):
+            b_k, _ = unpack(k[i])
+            out = out + (tl.fma(over_channels(b_k), u[None, :, None, :], T[i]),)
+        T = out
+    return T
 
 
 @triton.jit(do_not_specialize=["first", "span", "slot_every", "slot_stride", "slot", "room", "ready_room", "ready"])
@@ -126,6 +184,8 @@ def retreat(
     FORMAT: tl.constexpr,
     AFTER: tl.constexpr,
     BYTES: tl.constexpr,
+    STEPS: tl.constexpr,
+    SAVE_EVERY: tl.constexpr,
     TILE: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -139,9 +199,11 @@ def retreat(
     Sums over value columns stay within a warp's columns here; `deliver` adds them up, in one order.
 
     Args:
-        pairs ... lengths, saved, scales, errors, slots, ready, strides, FORMAT: as `advance` has them under LOCAL.
-            grad_o: `[M, HV, V]`, strided.
-        TILE: columns that one scale is for. GROUPS: groups of COLUMNS columns in a row of `saved`.
+        pairs ... lengths, saved, scales, errors, slots, ready, strides, FORMAT, BYTES, STEPS: as `advance` has them
+            under LOCAL. grad_o: `[M, HV, V]`, strided.
+        SAVE_EVERY: 1, or, where states are kept as they are and read before the write, how many tokens lie between two
+            of those in `saved`; the ones between are written again.
+        TILE: columns that one scale is for, under BYTES = 1. GROUPS: groups of COLUMNS columns in a row of `saved`.
         cotangent: `[N, HV, K, V]`, of the state after these tokens; of the state before them on return.
         dv: `[M, HV, V]`.
         by_channel: `[rows, HV, G, tiles * LANES * STEP * COLUMNS]` for G groups of columns, rows as in `saved`: tile
@@ -162,7 +224,8 @@ def retreat(
     RUN: tl.constexpr = PIECES * STEP
     MASK_K: tl.constexpr = LANES * RUN != K
     STRIDE: tl.constexpr = LANES * STEP * COLUMNS
-    STORED: tl.constexpr = (PIECES + 3) // 4 if BYTES else PIECES
+    IN_WORD: tl.constexpr = 1 if BYTES == 0 else (8 if FORMAT == "nvfp4" else 4)
+    STORED: tl.constexpr = (PIECES + IN_WORD - 1) // IN_WORD
     VECTORS: tl.constexpr = PIECES * (3 if DECAY == 2 else 2)
     TILES: tl.constexpr = (VECTORS + COLUMNS - 1) // COLUMNS
     channel = key_channels(LANES, RUN, STEP, FLIP)
@@ -196,12 +259,19 @@ def retreat(
     at_row = (i_seq.to(tl.int64) * room + count - 1) * value_heads + i_head
     place = places(group, channel, STORED * STRIDE, RUN, STEP, COLUMNS, VECTOR)
     SAVED: tl.constexpr = GROUPS * STORED * STRIDE
-    p_saved = saved + at_row * SAVED + place
-    SCALES: tl.constexpr = (V + TILE - 1) // TILE
+    p_saved = saved + place
+    if SAVE_EVERY == 1:
+        p_saved += at_row * SAVED
+    else:
+        p_saved += (i_seq.to(tl.int64) * (room // SAVE_EVERY) * value_heads + i_head) * SAVED
+    STEP_STRIDE: tl.constexpr = LANES * COLUMNS
+    SCALES: tl.constexpr = GROUPS * STEPS * STEP_STRIDE if BYTES == 2 else (V + TILE - 1) // TILE
     p_scale = scales
-    if BYTES:
+    if BYTES == 1:
         p_scale = scales + at_row * SCALES + i_block * (WARPS * COLUMNS) // TILE
-    p_error = errors + at_row * V + column
+    if BYTES == 2:
+        p_scale = scales + at_row * SCALES + places_of_steps(group, channel, lane, STEPS, COLUMNS, VECTOR)
+    p_error = errors + (at * value_heads + i_head) * V + column
     OWN: tl.constexpr = BLOCKS * WARPS
     into = places(group, channel, TILES * STRIDE, RUN, STEP, COLUMNS, VECTOR)
     p_channel = by_channel + at_row * (OWN * TILES * STRIDE) + into
@@ -214,14 +284,13 @@ def retreat(
     n_g = 0.0
     if DECAY == 1:
         n_g = tl.load(p_g).to(tl.float32)
-    n_scale = 1.0
-    if BYTES:
-        if not AFTER:
-            step = tl.where(count > 1, 1, 0).to(tl.int64) * value_heads
-            p_saved -= step * SAVED
-            p_scale -= step * SCALES
-            n_words = _load_words(p_saved, BYTES, PIECES, STRIDE)
-            n_scale = tl.load(p_scale)
+    AHEAD: tl.constexpr = BYTES and not AFTER
+    if AHEAD:
+        step = tl.where(count > 1, 1, 0).to(tl.int64) * value_heads
+        p_saved -= step * SAVED
+        p_scale -= step * SCALES
+        n_words = _load_words(p_saved, STORED, STRIDE)
+        n_steps = _load_steps(p_scale, BYTES, STEPS, STEP_STRIDE)
 
     for j in range(count):
         t = count - 1 - j
@@ -232,48 +301,67 @@ def retreat(
         b_beta = 1.0
         if BETA:
             b_beta = tl.load(p_beta).to(tl.float32)
-            p_beta -= beta_token
         gamma = 1.0
         if DECAY == 1:
             gamma = exp(n_g)
-            p_g -= more * g_token
-            n_g = tl.load(p_g).to(tl.float32)
+            n_g = tl.load(p_g - more * g_token).to(tl.float32)
         if DECAY == 2:
             gamma = load_channels(p_g, channel, K, PIECES, STEP, MASK_K)
-            p_g -= more * (value_heads * K)
-        p_pair -= key_heads * K
-        p_grad -= grad_token
-        p_error -= value_heads * V
 
         # The state before the token, decayed.
         if AFTER:
-            read = _state(_load_words(p_saved, BYTES, PIECES, STRIDE), FORMAT, BYTES, PIECES)
+            words = _load_words(p_saved, STORED, STRIDE)
+            steps = (1.0,)
             if BYTES:
-                read = scaled(read, tl.load(p_scale), False, PIECES)
-        if AFTER or not BYTES:
-            p_saved -= more * value_heads * SAVED
-            n_words = _load_words(p_saved, BYTES, PIECES, STRIDE)
-            if BYTES:
-                p_scale -= more * value_heads * SCALES
-                n_scale = tl.load(p_scale)
-        factor = n_scale
-        if DECAY == 1:
-            factor = gamma * n_scale
-        if t > 0:
-            T = scaled(_state(n_words, FORMAT, BYTES, PIECES), factor, False, PIECES)
+                steps = _load_steps(p_scale, BYTES, STEPS, STEP_STRIDE)
+            read = _state(words, steps, 1.0, FORMAT, BYTES, PIECES)
+        if SAVE_EVERY == 1:
+            if AHEAD:
+                words, steps = n_words, n_steps
+            else:
+                p_saved -= more * value_heads * SAVED
+                words = _load_words(p_saved, STORED, STRIDE)
+                if BYTES:
+                    p_scale -= more * value_heads * SCALES
+                    steps = _load_steps(p_scale, BYTES, STEPS, STEP_STRIDE)
+                else:
+                    steps = (1.0,)
+            if t > 0:
+                T = _state(words, steps, gamma if DECAY == 1 else 1.0, FORMAT, BYTES, PIECES)
+            else:
+                T = load_state(p_source, channel, column, K, V, VECTOR, PIECES, STEP)
+                if DECAY == 1:
+                    T = scaled(T, gamma, False, PIECES)
         else:
-            T = load_state(p_source, channel, column, K, V, VECTOR, PIECES, STEP)
+            again = t % SAVE_EVERY
+            if t >= SAVE_EVERY:
+                at = tl.cast(t // SAVE_EVERY - 1, tl.int64) * value_heads
+                T = _load_words(p_saved + at * SAVED, STORED, STRIDE)
+            else:
+                T = load_state(p_source, channel, column, K, V, VECTOR, PIECES, STEP)
+            back = tl.cast(again, tl.int64)
+            g_step = value_heads * K if DECAY == 2 else g_token
+            a_g = p_g
+            if DECAY:
+                a_g = p_g - back * g_step
+            a_beta = p_beta
+            if BETA:
+                a_beta = p_beta - back * beta_token
+            T = _written_again(
+                T, p_pair - back * (key_heads * K), p_error - back * (value_heads * V), a_g, a_beta, again,
+                key_heads * K, value_heads * V, g_step, beta_token, channel, inside, K, PIECES, STEP, MASK_K, DECAY,
+                BETA,
+            )  # fmt: skip
             if DECAY == 1:
                 T = scaled(T, gamma, False, PIECES)
         if DECAY == 2:
             T = scaled(T, gamma, True, PIECES)
-        if BYTES:
-            if not AFTER:
-                step = tl.where(t > 1, 1, 0).to(tl.int64) * value_heads
-                p_saved -= step * SAVED
-                p_scale -= step * SCALES
-                n_words = _load_words(p_saved, BYTES, PIECES, STRIDE)
-                n_scale = tl.load(p_scale)
+        if AHEAD:
+            step = tl.where(t > 1, 1, 0).to(tl.int64) * value_heads
+            p_saved -= step * SAVED
+            p_scale -= step * SCALES
+            n_words = _load_words(p_saved, STORED, STRIDE)
+            n_steps = _load_steps(p_scale, BYTES, STEPS, STEP_STRIDE)
 
         u = b_error
         if BETA:
@@ -322,137 +410,17 @@ def retreat(
         tl.store(p_head, heads + lane * 0.0, mask=write_head)
         value = tl.broadcast_to((b_beta * du)[None, :, None, :], once.shape).to(dv.dtype.element_ty)
         tl.store(p_dv + once, value, mask=write_once)
+        p_pair -= key_heads * K
+        p_grad -= grad_token
+        p_error -= value_heads * V
+        if BETA:
+            p_beta -= beta_token
+        if DECAY == 1:
+            p_g -= more * g_token
+        if DECAY == 2:
+            p_g -= more * (value_heads * K)
         p_dv -= dv_token
         p_channel -= tl.cast(value_heads, tl.int64) * (OWN * TILES * STRIDE)
         p_head -= tl.cast(value_heads, tl.int64) * (OWN * 4)
 
     store_state(p_state, dS, channel, column, K, V, VECTOR, PIECES, STEP)
-
-
-@triton.jit(do_not_specialize=["first", "span", "room", "rows"])
-def deliver(
-    q,
-    k,
-    by_channel,
-    by_head,
-    starts,
-    lengths,
-    dq,
-    dk,
-    dg,
-    dbeta,
-    scale,
-    q_token,
-    q_head,
-    q_channel,
-    k_token,
-    k_head,
-    k_channel,
-    dq_token,
-    dq_head,
-    dk_token,
-    dk_head,
-    dg_token,
-    dg_head,
-    dbeta_token,
-    dbeta_head,
-    value_heads,
-    first,
-    span,
-    room,
-    rows,
-    K: tl.constexpr,
-    RATIO: tl.constexpr,
-    LANES: tl.constexpr,
-    PIECES: tl.constexpr,
-    STEP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    OWN: tl.constexpr,
-    ROWS: tl.constexpr,
-    NORM: tl.constexpr,
-    DECAY: tl.constexpr,
-    BETA: tl.constexpr,
-):
-    """Adds up what `retreat` left, over groups of columns and the value heads of a key head, and writes gradients.
-
-    Args:
-        q, k, scale: as the call got them. by_channel, by_head, starts, lengths, first, span, room: of `retreat`.
-        dq, dk: `[M, H, K]`, dg: `[M, HV(, K)]`, dbeta: `[M, HV]`, contiguous in K; only these tokens' rows are written.
-        rows: N * room. RATIO: HV / H. OWN: groups of columns.
-
-    Grid: (ceil(rows / ROWS), H).
-    """
-    RUN: tl.constexpr = PIECES * STEP
-    STRIDE: tl.constexpr = LANES * STEP * COLUMNS
-    VECTORS: tl.constexpr = PIECES * (3 if DECAY == 2 else 2)
-    SIZE: tl.constexpr = (VECTORS + COLUMNS - 1) // COLUMNS * STRIDE
-    i_key = tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    i_seq, j = row // room, row % room
-    mine = row < rows
-    start = tl.load(starts + i_seq, mask=mine, other=0).to(tl.int64)
-    length = tl.load(lengths + i_seq, mask=mine, other=0)
-    mine = mine & (j < span) & (j + first < length)
-    token = start + first + j
-
-    # In the order of memory: `[rows, lane and step, vector]`.
-    place = tl.arange(0, LANES * STEP)
-    vector = tl.arange(0, 2 * PIECES)
-    offset = (vector // COLUMNS * STRIDE + vector % COLUMNS)[None, :] + place[:, None] * COLUMNS
-    base = by_channel + row.to(tl.int64)[:, None, None] * (value_heads * OWN * SIZE)
-    total = tl.zeros((ROWS, LANES * STEP, 2 * PIECES), tl.float32)
-    for group in range(RATIO * OWN):
-        p = base + (i_key * (RATIO * OWN) + group) * SIZE + offset[None, :, :]
-        total += tl.load(p, mask=mine[:, None, None], other=0.0)
-
-    at = (place // STEP * RUN + place % STEP)[:, None] + (vector % PIECES * STEP)[None, :]
-    query = (vector < PIECES)[None, None, :]
-    inside = mine[:, None, None] & (at < K)[None, :, :]
-    total = tl.where(query, total * scale, total)
-    if NORM:
-        p_q = q + (token * q_token + i_key * q_head)[:, None, None] + at[None, :, :] * q_channel
-        p_k = k + (token * k_token + i_key * k_head)[:, None, None] + at[None, :, :] * k_channel
-        x = tl.load(p_q, mask=inside & query, other=0.0).to(tl.float32)
-        x += tl.load(p_k, mask=inside & (vector >= PIECES)[None, None, :], other=0.0).to(tl.float32)
-        SPLIT: tl.constexpr = (ROWS, LANES * STEP, 2, PIECES)
-        x = tl.reshape(x, SPLIT)
-        y = tl.reshape(total, SPLIT)
-        r = rstd(tl.sum(tl.sum(x * x, 3), 1))[:, None, :, None]
-        x = x * r
-        y = (y - x * tl.sum(tl.sum(x * y, 3), 1)[:, None, :, None]) * r
-        total = tl.reshape(y, (ROWS, LANES * STEP, 2 * PIECES))
-    p_dq = dq + (token * dq_token + i_key * dq_head)[:, None, None] + at[None, :, :]
-    p_dk = dk + (token * dk_token + i_key * dk_head)[:, None, None] + at[None, :, :]
-    tl.store(p_dq, total.to(dq.dtype.element_ty), mask=inside & query)
-    tl.store(p_dk, total.to(dk.dtype.element_ty), mask=inside & (vector >= PIECES)[None, None, :])
-
-    if DECAY == 2:
-        vector = tl.arange(0, PIECES)
-        offset = ((vector + 2 * PIECES) // COLUMNS * STRIDE + (vector + 2 * PIECES) % COLUMNS)[None, :]
-        offset = offset + place[:, None] * COLUMNS
-        at = (place // STEP * RUN + place % STEP)[:, None] + (vector * STEP)[None, :]
-        for ratio in range(RATIO):
-            i_head = i_key * RATIO + ratio
-            gates = tl.zeros((ROWS, LANES * STEP, PIECES), tl.float32)
-            for group in range(OWN):
-                p = base + (i_head * OWN + group) * SIZE + offset[None, :, :]
-                gates += tl.load(p, mask=mine[:, None, None], other=0.0)
-            p_dg = dg + (token * dg_token + i_head * dg_head)[:, None, None] + at[None, :, :]
-            tl.store(p_dg, gates.to(dg.dtype.element_ty), mask=mine[:, None, None] & (at < K)[None, :, :])
-    if BETA or DECAY == 1:
-        for ratio in range(RATIO):
-            i_head = i_key * RATIO + ratio
-            p = by_head + (row.to(tl.int64) * value_heads + i_head) * (OWN * 4)
-            strength = tl.zeros((ROWS,), tl.float32)
-            gate = tl.zeros((ROWS,), tl.float32)
-            for group in range(OWN):
-                if BETA:
-                    strength += tl.load(p + group * 4, mask=mine, other=0.0)
-                if DECAY == 1:
-                    gate += tl.load(p + group * 4 + 1, mask=mine, other=0.0)
-            if BETA:
-                p_dbeta = dbeta + token * dbeta_token + i_head * dbeta_head
-                tl.store(p_dbeta, strength.to(dbeta.dtype.element_ty), mask=mine)
-            if DECAY == 1:
-                p_dg = dg + token * dg_token + i_head * dg_head
-                tl.store(p_dg, gate.to(dg.dtype.element_ty), mask=mine)

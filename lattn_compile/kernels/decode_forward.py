@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lattn_compile.kernels.common.codec import quantize, to_bytes
 from lattn_compile.kernels.common.inputs import exp, unpack
 from lattn_compile.kernels.common.pieces import (
     columns,
@@ -23,6 +22,8 @@ from lattn_compile.kernels.common.pieces import (
     scaled,
     store_state,
 )
+from lattn_compile.kernels.decode_checkpoints import keep
+from lattn_compile.kernels.decode_codec import places_of_steps, quantize, to_words
 
 __all__ = ["advance"]
 
@@ -50,13 +51,11 @@ def _updated(S, k, u, PIECES: tl.constexpr):
 
 @triton.jit
 def _save(p, values, FORMAT: tl.constexpr, BYTES: tl.constexpr, PIECES: tl.constexpr, STRIDE: tl.constexpr):
-    """Stores a state for `retreat`, whose lanes find at `p` what these hold: bytes four pieces a word, or as it is."""
+    """Stores a state for `retreat`, whose lanes find at `p` what these hold: codes in words, or the state as it is."""
     if BYTES:
-        for word in tl.static_range((PIECES + 3) // 4):
-            packed = to_bytes(values[4 * word], FORMAT)
-            for i in tl.static_range(1, min(4, PIECES - 4 * word)):
-                packed += to_bytes(values[4 * word + i], FORMAT) << (8 * i)
-            tl.store(p + word * STRIDE, packed)
+        IN_WORD: tl.constexpr = 8 if FORMAT == "nvfp4" else 4
+        for word in tl.static_range((PIECES + IN_WORD - 1) // IN_WORD):
+            tl.store(p + word * STRIDE, to_words(values, word, FORMAT, BYTES == 2, PIECES))
     else:
         for i in tl.static_range(PIECES):
             tl.store(p + i * STRIDE, values[i].to(p.dtype.element_ty))
@@ -73,6 +72,7 @@ def _save(p, values, FORMAT: tl.constexpr, BYTES: tl.constexpr, PIECES: tl.const
         "every",
         "mark_every",
         "mark_stride",
+        "mark_slot",
         "room",
         "ready_room",
         "ready",
@@ -90,6 +90,7 @@ def advance(
     o,
     final,
     marks,
+    mark_scales,
     saved,
     scales,
     errors,
@@ -113,6 +114,10 @@ def advance(
     every,
     mark_every,
     mark_stride,
+    mark_slot,
+    mark_row,
+    scales_at,
+    blocks_at,
     room,
     ready_room,
     ready,
@@ -137,7 +142,14 @@ def advance(
     FINAL: tl.constexpr,
     MARK: tl.constexpr,
     SAVE: tl.constexpr,
+    ERRORS: tl.constexpr,
+    KNOWN: tl.constexpr,
     BYTES: tl.constexpr,
+    STEPS: tl.constexpr,
+    SAVE_EVERY: tl.constexpr,
+    MARK_CODES: tl.constexpr,
+    MARK_SCALES: tl.constexpr,
+    MARK_BLOCKS: tl.constexpr,
 ):
     """Tokens `[first, first + span)` of every sequence, as far as it has them, one after another.
 
@@ -149,10 +161,15 @@ def advance(
         starts, lengths: int64 `[N]`. tokens: M > 0.
         o: `[M, HV, V]`, written if READ. final: `[N, HV, K, V]`, written if FINAL.
         marks: under MARK, the state before each `every`-th of these tokens, the j-th of sequence i in row
-            `starts[i] // mark_every + i * mark_stride + j`.
-        saved, scales, errors: under SAVE, what `retreat` needs of token `first + j` of sequence i, in row
-            `i * room + j`: the state after it (`_save`), the tile's scale `[.., HV, tiles]` under BYTES, and
-            `v - S~^T k` (`v` for the additive rule) `[.., HV, V]`.
+            `starts[i] // mark_every + i * mark_stride + mark_slot + j` of `mark_row` elements: itself (1), or encoded
+            (2), its fp32 scales in `mark_scales`, the same buffer, from element `scales_at` of a row on, and nvfp4's
+            block scales from byte `blocks_at` on; MARK_CODES, MARK_SCALES, MARK_BLOCKS: elements of one head.
+        errors: written under ERRORS, `v - S~^T k` (`v` for the additive rule), `[.., HV, V]`, rows as in `pairs` under
+            LOCAL. KNOWN: they are what `v` is, so that nothing has to be summed; not with READ.
+        saved: under SAVE, the state after each SAVE_EVERY-th of these tokens (`_save`), that after token `first + j` of
+            sequence i in row `(i * room + j) // SAVE_EVERY`.
+        scales: what its codes are multiplied with: one number a program, `[.., HV, programs]` (BYTES = 1), or one for
+            every lane group, column and group of pieces, `[.., HV, groups, STEPS * LANES * COLUMNS]` (BYTES = 2).
         DECAY: 0 none, 1 by head, 2 by channel. FORMAT: "" rounds nothing. AFTER: outputs are read after the rounding.
 
     Grid: (column blocks * HV * N,).
@@ -187,7 +204,7 @@ def advance(
         at = i_seq.to(tl.int64) * ready_room + ready
     p_pair = pairs + (at * key_heads + i_key) * K
     p_dot = dots + at * key_heads + i_key
-    p_v = v + (row * v_token + i_head * v_head) + column * v_column
+    p_v = v + ((at if KNOWN else row) * v_token + i_head * v_head) + column * v_column
     p_o = o
     if READ:
         p_o = o + (row * o_token + i_head * o_head)
@@ -200,18 +217,31 @@ def advance(
     if DECAY == 2:
         p_g = g + (at * value_heads + i_head) * K
     if MARK:
-        p_mark = marks + ((start // mark_every + i_seq * mark_stride) * value_heads + i_head) * (K * V)
+        at_mark = start // mark_every + i_seq * mark_stride + mark_slot
+        p_mark = marks + at_mark * mark_row + i_head * MARK_CODES
         mark = 0
+    if MARK == 2:
+        p_mark_scale = mark_scales + at_mark * (mark_row // 4) + scales_at + i_head * MARK_SCALES
+        p_mark_block = marks + at_mark * mark_row + blocks_at + i_head * MARK_BLOCKS
     if SAVE:
         STRIDE: tl.constexpr = LANES * STEP * COLUMNS
-        STORED: tl.constexpr = (PIECES + 3) // 4 if BYTES else PIECES
+        IN_WORD: tl.constexpr = 1 if BYTES == 0 else (8 if FORMAT == "nvfp4" else 4)
+        STORED: tl.constexpr = (PIECES + IN_WORD - 1) // IN_WORD
         GROUPS: tl.constexpr = BLOCKS * WARPS
         at_row = i_seq.to(tl.int64) * room * value_heads + i_head
         group = i_block * WARPS + tl.arange(0, WARPS)
         place = places(group, channel, STORED * STRIDE, RUN, STEP, COLUMNS, VECTOR)
-        p_saved = saved + at_row * (GROUPS * STORED * STRIDE) + place
-        p_scale = scales + at_row * BLOCKS + i_block
-        p_error = errors + at_row * V
+        at_saved = i_seq.to(tl.int64) * (room // SAVE_EVERY) * value_heads + i_head
+        p_saved = saved + at_saved * (GROUPS * STORED * STRIDE) + place
+        if BYTES == 1:
+            p_scale = scales + at_row * BLOCKS + i_block
+        if BYTES == 2:
+            SCALES: tl.constexpr = GROUPS * STEPS * (LANES * COLUMNS)
+            p_scale = scales + at_row * SCALES + places_of_steps(group, channel, lane, STEPS, COLUMNS, VECTOR)
+            first_of_run = over_channels(channel % RUN == 0)
+
+    if ERRORS:
+        p_error = errors + (at * value_heads + i_head) * V
 
     # The next token's inputs are on their way while one is computed. After the last one it is loaded again.
     n_pair = load_channels(p_pair, channel, K, PIECES, STEP, MASK_K)
@@ -248,8 +278,16 @@ def advance(
 
         if MARK:
             if t == mark:
-                store_state(p_mark, S, channel, column, K, V, VECTOR, PIECES, STEP)
-                p_mark += value_heads * (K * V)
+                if MARK == 1:
+                    store_state(p_mark, S, channel, column, K, V, VECTOR, PIECES, STEP)
+                else:
+                    keep(
+                        p_mark, p_mark_scale, p_mark_block, S, channel, column, K, V, LANES, PIECES, STEP, VECTOR, FLIP,
+                        FORMAT, BLOCK_K, BLOCK_V,
+                    )  # fmt: skip
+                    p_mark_scale += mark_row // 4
+                    p_mark_block += mark_row
+                p_mark += mark_row
                 mark += every
 
         if DECAY == 1:
@@ -257,7 +295,7 @@ def advance(
         if DECAY == 2:
             S = scaled(S, b_g, True, PIECES)
         error = b_v
-        if DELTA:
+        if DELTA and not KNOWN:
             error = b_v - dot(S, b_k, PIECES, FLIP)
         u = error
         if BETA:
@@ -268,9 +306,8 @@ def advance(
                 read = tl.fma(u, b_dot, dot(S, b_q, PIECES, FLIP))
         S = _updated(S, b_k, u, PIECES)
         codes = S
-        scale = 1.0
         if FORMAT != "":
-            S, codes, scale = quantize(S, FORMAT, BLOCK_K, BLOCK_V, PIECES, STEP, FLIP)
+            S, codes, steps = quantize(S, FORMAT, BLOCK_K, BLOCK_V, PIECES, STEP, FLIP)
         if READ:
             if AFTER:
                 read = dot(S, b_q, PIECES, FLIP)
@@ -278,11 +315,22 @@ def advance(
             tl.store(p_o + once, value, mask=write_once)
             p_o += o_token
         if SAVE:
-            _save(p_saved, codes if BYTES else S, FORMAT, BYTES, PIECES, STRIDE)
-            p_saved += tl.cast(value_heads, tl.int64) * (GROUPS * STORED * STRIDE)
-            if BYTES:
-                tl.store(p_scale, scale)
+            if SAVE_EVERY == 1:
+                _save(p_saved, codes if BYTES else S, FORMAT, BYTES, PIECES, STRIDE)
+                p_saved += tl.cast(value_heads, tl.int64) * (GROUPS * STORED * STRIDE)
+            else:
+                if (t + 1) % SAVE_EVERY == 0:
+                    _save(p_saved, S, FORMAT, BYTES, PIECES, STRIDE)
+                    p_saved += tl.cast(value_heads, tl.int64) * (GROUPS * STORED * STRIDE)
+            if BYTES == 1:
+                tl.store(p_scale, steps[0])
                 p_scale += value_heads * BLOCKS
+            if BYTES == 2:
+                for n in tl.static_range(STEPS):
+                    step = tl.broadcast_to(steps[n], S[0].shape)
+                    tl.store(p_scale + n * (LANES * COLUMNS), step, mask=first_of_run)
+                p_scale += tl.cast(value_heads, tl.int64) * SCALES
+        if ERRORS:
             value = tl.broadcast_to(error[None, :, None, :], once.shape)
             tl.store(p_error + once, value, mask=write_once)
             p_error += tl.cast(value_heads, tl.int64) * V

@@ -7,9 +7,9 @@ that another version compiled from being called.
 
 from __future__ import annotations
 
-from lattn_compile.ops import cache_tag, chunk, decode, replay
+from lattn_compile.ops import cache_tag, chunk, decode, recorded, replay
 from lattn_compile.ops.decode import CHECKPOINT_EVERY, checkpoint_interval
 
-__all__ = ["CHECKPOINT_EVERY", "checkpoint_interval", "chunk", "decode", "replay"]
+__all__ = ["CHECKPOINT_EVERY", "checkpoint_interval", "chunk", "decode", "recorded", "replay"]
 
 cache_tag.install()

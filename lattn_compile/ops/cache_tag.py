@@ -17,12 +17,14 @@ __all__ = ["install"]
 
 
 def _digest() -> str:
-    """Hash of what decides an op's schema, fake and autograd graph; kernels are called by name, never compiled in.
+    """Hash of what decides an op's schema, fake and autograd graph, layouts of what is stored included; kernels are
+    called by name, never compiled in.
 
     Where the files cannot be seen (a zip, a torch.package), no other process gets the same.
     """
-    folder = Path(__file__).parent
-    files = [*sorted(folder.glob("*.py")), folder.parent / "codec.py"]
+    root = Path(__file__).parents[1]
+    folders = ("ops/*.py", "packed/*.py", "formats/**/*.py")
+    files = [*(file for folder in folders for file in sorted(root.glob(folder))), root / "codec.py"]
     if not all(file.is_file() for file in files):
         return secrets.token_hex(6)
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]

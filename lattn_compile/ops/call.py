@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lattn_compile.formats.quantizer import Identity, Quantizer
+from lattn_compile.ops.arguments import check_transforms
 from lattn_compile.ops.options import Options
 from lattn_compile.ops.segments import Segments, split
 from lattn_compile.ops.validate import Geometry, Tensors, check_gates, check_lengths
@@ -113,6 +114,7 @@ def plan(t: Tensors, geometry: Geometry, options: Options, *, chunk_size: int | 
         options: `growth` is set where a model's own code decays by exp(g) of a g that nobody says is negative.
         chunk_size: of the grid on which the write mode rounds; None for the token mode.
     """
+    check_transforms(t.floats())
     quantize = options.quantize
     cursor_end = chunk_size if chunk_size is not None else 1
     check_lengths(t if quantize is not None else dataclasses.replace(t, cursor=None), geometry, cursor_end=cursor_end)

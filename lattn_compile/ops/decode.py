@@ -7,9 +7,16 @@ Tensors as in `lattn::chunk`; any T >= 0, so it is a decode step, a verify call 
 final_state is raw: the decoded stored value, or exact where no suffix token has come yet (write="token"); of a
 quantizer that is not idempotent, the value before its last write.
 
-checkpoints `[(B * T) // C + N, HV, K, V]`, C = checkpoint_every: the state before every C-th suffix token, what the
-backward recomputes from instead of keeping one state a token. The j-th of sequence i, whose suffix begins at flat token
-s_i, lies in slot `s_i // C + i + j`; the other slots are zero. C = 0: empty, and the backward makes its own.
+checkpoints: the state before every C-th suffix token, what the backward recomputes from instead of keeping one state a
+token. The j-th of sequence i, whose suffix begins at flat token s_i, lies in row `s_i // C + i + j` of
+(B * T) // C + N; the other rows are zero. A row is the state's codes and scales, uint8 `[rows, bytes]`, where the op
+rounds to nearest in a format of less than 32 bits and computes in float32; else the state itself, `[rows, HV, K, V]`
+(`formats.checkpoints`). C is checkpoint_every times the bytes of a value: 1 for 8-bit and 4-bit codes, 2 for bf16 and
+fp16, 4 for float32, so that checkpoints take about the same memory in every mode (float64: 1). Empty for one token, and
+where checkpoint_every is 0: the backward makes its own.
+
+A first checkpoint may be lossy: of a state handed in as stored that the format cannot store. The backward takes that
+state from the call's own argument.
 """
 
 from __future__ import annotations
@@ -22,6 +29,8 @@ import torch
 from torch import Tensor
 
 from lattn_compile.errors import surfacing
+from lattn_compile.formats.checkpoints import Checkpoints, row_format, row_interval, row_shape
+from lattn_compile.formats.quantizer import Quantizer
 from lattn_compile.ops.autograd import register_first_order
 from lattn_compile.ops.call import (
     GRADS,
@@ -42,11 +51,11 @@ from lattn_compile.ops.call import (
 from lattn_compile.ops.options import OpOptions, Options, schema
 from lattn_compile.ops.validate import Geometry, Tensors
 
-__all__ = ["CHECKPOINT_EVERY", "checkpoint_interval"]
+__all__ = ["CHECKPOINT_EVERY", "DecodeOptions", "checkpoint_interval", "empty_checkpoints", "run", "run_backward"]
 
 CHECKPOINT_EVERY = 64
-"""The interval of a graph that serves any T: at T = 4,096 it is the best one, and a longer sequence still keeps far
-less than its inputs and their gradients (a state is as large as q, k, v and o of about K / 4 tokens)."""
+"""`checkpoint_every` of a graph that serves any T: at T = 4,096 it is the best one, and a longer sequence still keeps
+far less than its inputs and their gradients (an 8-bit state is as large as q, k, v and o of about K / 8 tokens)."""
 
 
 def checkpoint_interval(tokens: int | torch.SymInt) -> int:
@@ -69,7 +78,7 @@ torch.library.define(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Decode(OpOptions):
+class DecodeOptions(OpOptions):
     checkpoint_every: int = 0
 
     FORM: ClassVar[str] = "decode"
@@ -79,49 +88,60 @@ class _Decode(OpOptions):
         return "checkpoint_every", self.checkpoint_every, 0, None
 
 
-def _checkpoint_shape(geometry: Geometry, every: int) -> tuple[int, ...]:
-    if every == 0:
-        return (0,)
-    return (geometry.flat_tokens // every + geometry.sequences, *geometry.state_shape[1:])
+def empty_checkpoints(t: Tensors, geometry: Geometry, quantize: Quantizer | None, every: int) -> Tensor:
+    """The `checkpoints` output of a call, not yet written."""
+    dtype = geometry.dtype
+    if not every or (isinstance(geometry.tokens, int) and geometry.tokens <= 1):
+        return t.q.new_empty(0, dtype=dtype)
+    rows = geometry.flat_tokens // row_interval(every, quantize, dtype) + geometry.sequences
+    shape = (rows, *row_shape(geometry.state_shape, quantize, dtype))
+    return t.q.new_empty(shape, dtype=dtype if row_format(quantize, dtype) is None else torch.uint8)
+
+
+def _rows(buffer: Tensor, geometry: Geometry, quantize: Quantizer | None, every: int) -> tuple[Checkpoints | None, int]:
+    """What kernels take of it, and C; (None, 0) where it is empty."""
+    if buffer.dim() == 1:
+        return None, 0
+    fmt = row_format(quantize, geometry.dtype)
+    rows = Checkpoints(buffer, fmt, *geometry.state_shape[1:], longest=geometry.tokens)
+    return rows, row_interval(every, quantize, geometry.dtype)
 
 
 @torch.library.register_fake("lattn::decode")
-def _decode_fake(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    t, chosen = Tensors(*tensors), _Decode(**options)
+def run_fake(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    t, chosen = Tensors(*tensors), DecodeOptions(**options)
     with surfacing():
-        geometry, _ = chosen.checked(t)
-    shape = _checkpoint_shape(geometry, chosen.checkpoint_every)
+        geometry, shared = chosen.checked(t)
     return (
         t.q.new_empty(t.v.shape),
         t.q.new_empty(geometry.state_shape, dtype=geometry.dtype),
-        t.q.new_empty(shape, dtype=geometry.dtype),
+        empty_checkpoints(t, geometry, shared.quantize, chosen.checkpoint_every),
     )
 
 
-@torch.library.impl("lattn::decode", "default")
-def _decode(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    t, chosen = Tensors(*tensors), _Decode(**options)
+def run(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    t, chosen = Tensors(*tensors), DecodeOptions(**options)
     geometry, shared = chosen.checked(t)
     every = chosen.checkpoint_every
     p = plan(t, geometry, shared, chunk_size=None)
     o = t.q.new_zeros(geometry.flat_tokens, *t.v.shape[2:])
-    checkpoints = t.q.new_zeros(_checkpoint_shape(geometry, every), dtype=geometry.dtype)
+    checkpoints = empty_checkpoints(t, geometry, shared.quantize, every).zero_()
     state = p.state
     if not p.empty:
         with no_autocast(t.q.device):
             state = prefix_forward(p, shared, o)
-            state = _forward(p, shared, state, o, checkpoints, every)
+            state = _forward(p, shared, state, o, *_rows(checkpoints, geometry, shared.quantize, every))
     return o.view(t.v.shape), fresh(state, t.initial_state, checkpoints), checkpoints
 
 
-def _forward(p: Plan, shared: Options, state: Tensor, o: Tensor, checkpoints: Tensor, every: int) -> Tensor:
+def _forward(p: Plan, shared: Options, state: Tensor, o: Tensor, checkpoints: Checkpoints | None, every: int) -> Tensor:
     return shared.kernel("decode").forward(
         *p.flat,
         state,
         p.begin,
         p.length,
         o,
-        checkpoints if every else None,
+        checkpoints,
         every,
         **shared.suffix(),
         identity=p.identity,
@@ -129,32 +149,32 @@ def _forward(p: Plan, shared: Options, state: Tensor, o: Tensor, checkpoints: Te
 
 
 @torch.library.register_fake("lattn::decode_backward")
-def _decode_backward_fake(
+def run_backward_fake(
     grad_o: Tensor | None, grad_state: Tensor | None, *tensors: Any, **options: Any
 ) -> tuple[Tensor, ...]:
     t = Tensors(*tensors[:-1])
-    _Decode(**options).checked(t)
+    DecodeOptions(**options).checked(t)
     return returned_fake(t)
 
 
-@torch.library.impl("lattn::decode_backward", "default")
-def _decode_backward(
-    grad_o: Tensor | None, grad_state: Tensor | None, *tensors: Any, **options: Any
-) -> tuple[Tensor, ...]:
-    t, checkpoints, chosen = Tensors(*tensors[:-1]), tensors[-1], _Decode(**options)
+def run_backward(grad_o: Tensor | None, grad_state: Tensor | None, *tensors: Any, **options: Any) -> tuple[Tensor, ...]:
+    t, checkpoints, chosen = Tensors(*tensors[:-1]), tensors[-1], DecodeOptions(**options)
     geometry, shared = chosen.checked(t)
     p = plan(t, geometry, shared, chunk_size=None)
     grad_o, grad_state = incoming(grad_o, grad_state, t, geometry)
     grads = empty_grads(p)
     if not p.empty:
         with no_autocast(t.q.device):
-            every = chosen.checkpoint_every
-            if every:
-                # The state that the suffix starts from is its own first checkpoint: no need to run the prefix again.
-                slot = p.begin // every + torch.arange(geometry.sequences, device=p.begin.device)
-                state = checkpoints.index_select(0, slot)
-            else:
+            rows, every = _rows(checkpoints, geometry, shared.quantize, chosen.checkpoint_every)
+            if rows is None:
                 state = prefix_forward(p, shared, torch.empty_like(grad_o) if p.has_prefix else grad_o)
+            elif p.handover is None:
+                state = p.state
+            else:
+                # A state that was handed over is its own first checkpoint: no need to run the prefix again. One that
+                # was not has no prefix.
+                slot = p.begin // every + torch.arange(geometry.sequences, device=p.begin.device)
+                state = torch.where(p.handover.view(-1, 1, 1, 1), rows.index_select(0, slot), p.state)
             grad_state = shared.kernel("decode").backward(
                 grad_o,
                 grad_state,
@@ -162,7 +182,7 @@ def _decode_backward(
                 state,
                 p.begin,
                 p.length,
-                checkpoints if every else None,
+                rows,
                 every,
                 grads,
                 **shared.suffix(),
@@ -173,4 +193,6 @@ def _decode_backward(
     return returned(grads, grad_state, t)
 
 
+torch.library.impl("lattn::decode", "default", run)
+torch.library.impl("lattn::decode_backward", "default", run_backward)
 register_first_order("lattn::decode")

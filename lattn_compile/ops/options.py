@@ -114,7 +114,9 @@ class OpOptions:
             quantize.check(geometry.key_dim, geometry.value_dim)
         else:
             parse(self.state_format)
-        work = dispatch.Work(t.q.device, geometry.dtype, geometry.key_dim, geometry.value_dim, quantize)
+        work = dispatch.Work(
+            t.q.device, geometry.dtype, geometry.key_dim, geometry.value_dim, quantize, inputs=t.q.dtype
+        )
         if self.implementation == "triton":
             if geometry.dtype is torch.float64:
                 raise DtypeError(

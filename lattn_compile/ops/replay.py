@@ -30,6 +30,7 @@ from lattn_compile.errors import PolicyError, ShapeError, StateError, surfacing
 from lattn_compile.formats import parse
 from lattn_compile.formats.factors import FACTORS
 from lattn_compile.modes import ANCHORS, MAX_WINDOW
+from lattn_compile.ops import dispatch
 from lattn_compile.ops.autograd import register_first_order
 from lattn_compile.ops.call import (
     GRADS,
@@ -137,6 +138,9 @@ class _Replay(OpOptions):
                 raise PolicyError(
                     name, got=repr(word), want=" or ".join(map(repr, known)), remedy="Choose one of these."
                 )
+        options = replace(options, work=replace(options.work, factors=self.factors, window=self.window))
+        if options.implementation == "triton":
+            dispatch.choose("decode" if self.is_token_mode else "replay", "triton", options.work)
         if self.two_precision and (self.readout != "before_write" or self.factors is not None or self.feedback):
             raise PolicyError(
                 "write",

@@ -7,9 +7,7 @@ wait for the device. There `ops.segments` clamps instead, so that no length can 
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +26,7 @@ from lattn_compile.errors import (
 from lattn_compile.formats.quantizer import ROUNDINGS
 from lattn_compile.formats.residual import FEEDBACKS
 from lattn_compile.formats.rotation import ROTATIONS
+from lattn_compile.ops.arguments import MAX_POSITION, check_dense, check_device, query_scale, refuse_position
 from lattn_compile.site_policy import GATES, KERNELS, READOUTS
 
 __all__ = [
@@ -124,6 +123,7 @@ def check_call(t: Tensors) -> Geometry:
         ShapeError, DtypeError, SequenceError: naming the argument, what it is and what it should be.
     """
     for name, x in t.floats().items():
+        check_dense(name, x)
         if x.dtype not in FLOATS:
             raise DtypeError(
                 name,
@@ -177,16 +177,16 @@ def check_call(t: Tensors) -> Geometry:
 
     sequences = batch
     if t.cu_seqlens is not None:
+        check_device("cu_seqlens", t.cu_seqlens, t.q.device)
         sequences = _check_packed(t.cu_seqlens, batch, t.q)
     dtype = torch.float64 if any(x.dtype is torch.float64 for x in t.floats().values()) else torch.float32
     geometry = Geometry(batch, tokens, heads, value_heads, key_dim, value_dim, sequences, dtype)
     if t.initial_state is not None:
         check_state(t.initial_state, geometry)
-    _check_per_sequence("prefix_lengths", t.prefix_lengths, sequences, scalar=True)
-    _check_per_sequence("sequence_lengths", t.sequence_lengths, sequences, scalar=True)
-    _check_per_sequence("cursor", t.cursor, sequences, scalar=False)
-    _check_per_sequence("position", t.position, sequences, scalar=True)
-    _check_per_sequence("sequence_ids", t.sequence_ids, sequences, scalar=True)
+    for name in ("prefix_lengths", "sequence_lengths", "cursor", "position", "sequence_ids"):
+        if (x := getattr(t, name)) is not None:
+            check_device(name, x, t.q.device)
+            _check_per_sequence(name, x, sequences, scalar=name != "cursor")
     return geometry
 
 
@@ -227,9 +227,7 @@ def _check_packed(cu_seqlens: Tensor, batch: int, q: Tensor) -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def _check_per_sequence(name: str, x: Tensor | None, sequences: int, *, scalar: bool) -> None:
-    if x is None:
-        return
+def _check_per_sequence(name: str, x: Tensor, sequences: int, *, scalar: bool) -> None:
     if x.dtype not in INTEGERS:
         remedy = "An id is a number." if name == "sequence_ids" else f"{name} counts tokens."
         raise DtypeError(name, got=str(x.dtype), want="int32 or int64", remedy=remedy)
@@ -244,10 +242,10 @@ def _check_per_sequence(name: str, x: Tensor | None, sequences: int, *, scalar: 
 
 
 def check_words(options: Any, writes: Sequence[str]) -> None:
-    """The words of an op's options, `writes` being the write modes that the op has.
+    """The words of an op's options, `writes` being the write modes that the op has, and its query scale.
 
     Raises:
-        PolicyError: an unknown one, with those that are known.
+        PolicyError: an unknown one, with those that are known; a scale that is not finite.
     """
     for name, known in (
         ("rule", RULES),
@@ -262,6 +260,7 @@ def check_words(options: Any, writes: Sequence[str]) -> None:
         word = getattr(options, name)
         if word not in known:
             raise PolicyError(name, got=repr(word), want=" or ".join(map(repr, known)), remedy=_other(word, known))
+    query_scale(options.scale, None)
 
 
 def _other(word: Any, known: Sequence[Any]) -> str:
@@ -315,6 +314,10 @@ def check_lengths(t: Tensors, geometry: Geometry, *, cursor_end: int) -> None:
     if t.prefix_lengths is not None and _on_cpu(t.prefix_lengths):
         scalar = t.prefix_lengths.dim() == 0
         _check_range("prefix_lengths", t.prefix_lengths, None if scalar else length, "the sequence's own length n")
+    if t.position is not None and _on_cpu(t.position):
+        outside = (t.position < 0) | (t.position >= MAX_POSITION)
+        if bool(outside.any()):
+            refuse_position(str(t.position.tolist()))
     if t.cursor is not None and _on_cpu(t.cursor) and bool(((t.cursor < -1) | (t.cursor >= cursor_end)).any()):
         raise StateError(
             "cursor",
@@ -322,6 +325,12 @@ def check_lengths(t: Tensors, geometry: Geometry, *, cursor_end: int) -> None:
             want=f"-1 (not handed over) to {cursor_end - 1}",
             remedy="Continue with the same write mode and chunk_size that produced the state.",
         )
+
+
+_CLAMPED = {
+    "prefix_lengths": "lengths one a sequence are not clamped. One int for all is, to each sequence's length.",
+    "sequence_lengths": "lengths are not clamped.",
+}
 
 
 def _check_range(name: str, x: Tensor, most: Tensor | None, of_what: str) -> None:
@@ -332,28 +341,14 @@ def _check_range(name: str, x: Tensor, most: Tensor | None, of_what: str) -> Non
             name,
             got=str(x.tolist()),
             want=f"at most {of_what}, {most.tolist()}",
-            remedy="0 <= prefix_length <= sequence_length <= T must hold for every sequence.",
+            remedy="0 <= p <= n <= T must hold for every sequence: " + _CLAMPED[name],
         )
-
-
-_growing = threading.local()
-
-
-@contextlib.contextmanager
-def growth_allowed() -> Iterator[None]:
-    """On this thread, decays greater than 1 pass: for a test of two spellings as functions, on any values."""
-    before = getattr(_growing, "allowed", False)
-    _growing.allowed = True
-    try:
-        yield
-    finally:
-        _growing.allowed = before
 
 
 def check_gates(g: Tensor | None, rows: Callable[[], Tensor]) -> None:
     """Refuses a positive log decay in a token that counts. `rows()` is bool `[B * T]`, the tokens that do: the others
     may hold anything, so they are looked at only when something positive turned up."""
-    if g is None or getattr(_growing, "allowed", False) or not _on_cpu(g) or not bool((g > 0).any()):
+    if g is None or not _on_cpu(g) or not bool((g > 0).any()):
         return
     flat = g.detach().flatten(0, 1)
     positive = (flat > 0) & rows().reshape(-1, *(1,) * (flat.dim() - 1))

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from lattn_compile.formats import parse
-from lattn_compile.formats.quantizer import Quantizer
 from lattn_compile.kernels import decode
 from lattn_compile.kernels.reference import decode as reference
 from tests.kernels.codec_kernels import exponentials, qdq, tiles
 from tests.kernels.decode_calls import Call, at_its_states, make_call
 
-__all__ = ["CHECKS", "Row"]
+__all__ = ["CHECKS", "SMALL", "Row"]
 
 Row = tuple[str, float, float]
 
@@ -30,6 +29,7 @@ MODEL: dict[str, Any] = {"key_heads": 2, "ratio": 2, "key_dim": 128, "value_dim"
 FORMATS = ("int8/*x16", "int8/*x32", "int8/*x64", "int8/*x*", "int8/16x16", "fp8", "fp8/*x1", "nvfp4", "bf16", "fp16")
 # K = 1 is left out: the gradient of a normalised vector of one channel is nothing but rounding.
 SHAPES = ((7, 8), (16, 36), (33, 12), (60, 100), (64, 64), (100, 60), (96, 80), (128, 256), (256, 128))
+ODD = ((16, 1), (128, 5), (60, 33), (7, 6), (200, 3))  # threads that hold less than four columns
 KINDS: dict[str, dict[str, Any]] = {
     "gdn": {},
     "kda": {"decay": "channel"},
@@ -141,7 +141,7 @@ def _gradients_of(kind: str) -> list[Row]:
     return _rows(call.backward(decode, marks, 7).errors(at_its_states(call, decode)), 1e-5)
 
 
-@_each("shape", SHAPES)
+@_each("shape", (*SHAPES, *ODD))
 def _shape(shape: tuple[int, int]) -> list[Row]:
     """Any K and V: exact values and gradients; int8 gradients at the stored states."""
     sizes = {"key_dim": shape[0], "value_dim": shape[1]}
@@ -150,6 +150,48 @@ def _shape(shape: tuple[int, int]) -> list[Row]:
     call = _call(lengths=(12, 12), state_format="int8", decay="channel", **sizes)
     marks = call.forward(decode, 5).tensors["checkpoints"]
     return rows + _rows(call.backward(decode, marks, 5).errors(at_its_states(call, decode)), 1e-5, "int8 ")
+
+
+@_each("checkpoints", ("exact", *FORMATS, "int8/4x4"))
+def _checkpoints(spec: str) -> list[Row]:
+    """Rows of bytes are what torch would store, and gradients from them those from states, to the bit."""
+    call = _call(lengths=(45, 0, 19), state_format=None if spec == "exact" else spec)
+    rows, theirs = call.rows(16), call.rows(16)
+    final = decode.forward(*call.arguments(), torch.empty_like(call.v), rows, 16, **call.options)
+    want = call.forward(decode, 16).tensors
+    back = call.backward(decode, rows, 16, longest=45)
+    used = torch.tensor([0, 1, 2, 5, 6], device=DEVICE)
+    theirs.index_copy_(0, used, want["checkpoints"][used])
+    wrong = rows.index_select(0, used) != want["checkpoints"][used]
+    bare = call.backward(decode, want["checkpoints"], 16, longest=45)
+    return [
+        ("values that differ", float(wrong.sum()), 0.0),
+        ("bytes that differ", float((rows.buffer.nan_to_num() != theirs.buffer.nan_to_num()).sum()), 0.0),
+        ("final state", float((final != want["final"]).sum()), 0.0),
+        ("gradients that differ", float(len(bare.same_bits(back))), 0.0),
+    ]
+
+
+@_check("segments")
+def _segments() -> list[Row]:
+    """A training forward over sequences of one length is cut, and has the bits of one that is not."""
+    rows: list[Row] = []
+    for spec in ("exact", "int8/*x64"):
+        call = _call(lengths=(70, 70), gap=0, state_format=None if spec == "exact" else spec)
+        o = torch.full_like(call.v, torch.nan)
+        final = decode.forward(*call.arguments(), o, call.rows(8), 8, **call.options)
+        want = call.forward(decode).tensors
+        rows.append((f"{spec} o", float((o != want["o"]).sum()), 0.0))
+        rows.append((f"{spec} final", float((final != want["final"]).sum()), 0.0))
+    return rows
+
+
+@_each("op", ("gdn exact", "gdn int8/*x32", "gdn int8/*x64", "gdn nvfp4", "gdn bf16", "kda exact", "kda int8/*x32"))
+def _op(name: str) -> list[Row]:
+    """What `lattn-compile bench` does before it times; leaves its kernels compiled."""
+    from lattn_compile.bench import decode as bench
+
+    return next(bench.prepare(case) for case in bench.CASES if case.name == name)
 
 
 @_check("long exact runs")
@@ -314,26 +356,79 @@ def _far() -> list[Row]:
     ]
 
 
-@_check("memory")
-def _memory() -> list[Row]:
-    """Forward and backward of 4 x 2,048 tokens take no more than their inputs, outputs and gradients again."""
-    call = _call(key_heads=16, lengths=(2048,) * 4, gap=0, dtype=torch.bfloat16, state_format="int8/*x32")
-    o, grad_o = torch.empty_like(call.v), torch.randn_like(call.v)
-    inputs = [call.q, call.k, call.v, call.g, call.beta]
-    grads = {
-        f"d{n}": torch.empty_like(x) for n, x in zip(("q", "k", "v", "g", "beta"), inputs, strict=True) if x is not None
-    }
-    given = sum(x.nbytes for x in (*inputs, o, grad_o, *grads.values()) if x is not None)
-    every = 128
+@_each("memory", (None, "int8", "bf16", "nvfp4"))
+def _memory(spec: str | None) -> list[Row]:
+    """The ops on 4 x 4,096 tokens: forward and backward take no more than their inputs and outputs again."""
+    import lattn_compile.ops  # noqa: F401 - registers them
+
+    inputs = [torch.randn(4, 4096, 16, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    inputs.append(torch.randn(4, 4096, 32, 128, device=DEVICE, dtype=torch.bfloat16))
+    inputs.append(-torch.rand(4, 4096, 32, device=DEVICE))
+    inputs.append(torch.rand(4, 4096, 32, device=DEVICE, dtype=torch.bfloat16))
+    options: dict[str, Any] = {"scale": 128**-0.5, "qk_l2norm": True, "checkpoint_every": 64}
+    options |= {"write": "exact"} if spec is None else {"write": "token", "state_format": spec}
+    absent = (None,) * 5
+    grad_o = torch.randn_like(inputs[2])
+    taken = []
+    for measured in (False, True):  # the first time compiles
+        if measured:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        o, final, rows = torch.ops.lattn.decode(*inputs, *absent, **options)
+        torch.cuda.synchronize()
+        taken = [torch.cuda.max_memory_allocated() - before - o.nbytes]
+        del final
+        torch.cuda.reset_peak_memory_stats()
+        grads = torch.ops.lattn.decode_backward(grad_o, None, *inputs, *absent, None, None, rows, **options)
+        torch.cuda.synchronize()
+        taken.append(torch.cuda.max_memory_allocated() - before - o.nbytes - sum(x.nbytes for x in grads))
+        del grads, o, rows
+    given = sum(x.nbytes for x in inputs) + inputs[2].nbytes
+    return [
+        (f"{name}: bytes beside them / bytes of them", n / given, 1.0)
+        for name, n in zip(("forward", "backward"), taken, strict=True)
+    ]
+
+
+@_each("recorded op", ("exact", "int8", "nvfp4"))
+def _recorded(spec: str) -> list[Row]:
+    """Forward and backward of the op, ragged, in a CUDA graph: nothing is read on the host, other lengths replay."""
+    import lattn_compile.ops  # noqa: F401 - registers them
+
+    call = _call(lengths=(40, 40), gap=0, dtype=torch.bfloat16)
+    inputs = [x.unflatten(0, (2, 40)) for x in (call.q, call.k, call.v, call.g, call.beta) if x is not None]
+    counts = torch.tensor([40, 40], device=DEVICE, dtype=torch.int32)
+    options: dict[str, Any] = {"scale": 0.1, "qk_l2norm": True, "checkpoint_every": 16}
+    options |= {"write": "exact"} if spec == "exact" else {"write": "token", "state_format": spec}
+    lengths = (None, None, counts, None)
+    grad_o = torch.randn_like(inputs[2])
+
+    def train(forward: Any, backward: Any) -> tuple[Tensor, ...]:
+        o, final, rows = forward(*inputs, None, *lengths, **options)
+        return (o, final, *backward(grad_o, final, *inputs, None, *lengths, None, None, rows, **options))
+
+    train(torch.ops.lattn.decode, torch.ops.lattn.decode_backward)
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    marks = call.state.new_empty(call.q.shape[0] // every + 4, *call.state.shape[1:])
-    decode.forward(*call.arguments(), o, marks, every, **call.options)
-    decode.backward(grad_o, None, *call.arguments(), marks, every, grads, **call.options)
-    taken = torch.cuda.max_memory_allocated() - before
-    return [("bytes beside them / bytes of them", taken / given, 1.5)]
+    torch.cuda.set_sync_debug_mode("error")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = train(torch.ops.lattn.decode_recorded, torch.ops.lattn.decode_backward_recorded)
+    torch.cuda.set_sync_debug_mode("default")
+    found = []
+    for lens in ((40, 40), (0, 17)):
+        counts.copy_(torch.tensor(lens))
+        graph.replay()
+        want = train(torch.ops.lattn.decode, torch.ops.lattn.decode_backward)
+        wrong = sum(float((a != b).sum()) for a, b in zip(got, want, strict=True))
+        found.append((f"{lens}: numbers that differ", wrong, 0.0))
+    return found
 
 
-def quantizer(spec: str | None) -> Quantizer | None:
-    return None if spec is None else Quantizer(parse(spec))
+SMALL = (
+    *(f"checkpoints {spec}" for spec in ("exact", "int8/*x64", "int8/16x16", "nvfp4", "bf16")),
+    *(f"shape {shape}" for shape in ((7, 8), (60, 33), (16, 1))),
+    "kind kda",
+    "strides",
+)
+"""Few tokens, every kernel and every way to keep a state: what a sanitizer, which is slow, is given."""

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lattn_compile.formats import parse
 from lattn_compile.formats.quantizer import Quantizer
-from lattn_compile.kernels.common.codec import from_bytes, quantize, to_bytes
 from lattn_compile.kernels.common.inputs import exp
 from lattn_compile.kernels.common.layout import FLIP
 from lattn_compile.kernels.common.pieces import columns, key_channels, load_state, store_state
-from lattn_compile.kernels.decode import _layout, _tile
+from lattn_compile.kernels.decode_call import layout_of, tile_of
+from lattn_compile.kernels.decode_codec import from_words, quantize, to_words
 
 __all__ = ["exponentials", "qdq", "tiles"]
 
@@ -46,28 +46,32 @@ def _qdq(
     channel = key_channels(LANES, PIECES * STEP, STEP, FLIP)
     column = columns(i % BLOCKS * (WARPS * COLUMNS), WARPS, COLUMNS)
     S = load_state(states + at, channel, column, K, V, VECTOR, PIECES, STEP)
-    S, codes, scale = quantize(S, FORMAT, BLOCK_K, BLOCK_V, PIECES, STEP, FLIP)
+    S, codes, steps = quantize(S, FORMAT, BLOCK_K, BLOCK_V, PIECES, STEP, FLIP)
     store_state(out + at, S, channel, column, K, V, VECTOR, PIECES, STEP)
     if BYTES:
+        IN_WORD: tl.constexpr = 8 if FORMAT == "nvfp4" else 4
+        words = ()
+        for word in tl.static_range((PIECES + IN_WORD - 1) // IN_WORD):
+            words = words + (to_words(codes, word, FORMAT, True, PIECES),)
         B = ()
         for p in tl.static_range(PIECES):
-            B = B + (from_bytes(to_bytes(codes[p], FORMAT) & 0xFF, FORMAT) * scale,)
+            B = B + (from_words(words, p, FORMAT) * steps[p // (PIECES // len(steps))],)
         store_state(again + at, B, channel, column, K, V, VECTOR, PIECES, STEP)
 
 
 def qdq(states: Tensor, spec: str) -> Tensor:
-    """QDQ of `[n, K, V]`. Where a program is one tile, also by way of bytes, which must give the same."""
+    """QDQ of `[n, K, V]`; where there are codes, also by way of words of them, which must give the same."""
     states = states.contiguous()
     quantizer = Quantizer(parse(spec))
     key_dim, value_dim = states.shape[1:]
-    lay = _layout(key_dim, value_dim, quantizer)
-    block_k, block_v = _tile(key_dim, value_dim, quantizer)
+    lay = layout_of(key_dim, value_dim, quantizer)
+    block_k, block_v = tile_of(key_dim, value_dim, quantizer)
     if block_k >= key_dim:
         block_k = max(block_k, lay.lanes * lay.pieces * lay.step)
     if block_v >= value_dim:
         block_v = max(block_v, lay.width)
     name = quantizer.fmt.name
-    whole = name in ("int8", "fp8_e4m3") and block_k >= lay.lanes * lay.pieces * lay.step and block_v >= lay.width
+    whole = name in ("int8", "fp8_e4m3", "nvfp4")
     out, again = torch.full_like(states, torch.nan), torch.full_like(states, torch.nan)
     constants = lay.constants() | {"FLIP": FLIP, "FORMAT": name, "BLOCK_K": block_k, "BLOCK_V": block_v, "BYTES": whole}
     _qdq[(states.shape[0] * lay.blocks,)](states, out, again, **constants, num_warps=lay.warps)

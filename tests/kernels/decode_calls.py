@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lattn_compile.formats import parse
+from lattn_compile.formats.checkpoints import Checkpoints, row_format, row_shape
 from lattn_compile.formats.quantizer import Identity, Quantizer
 from lattn_compile.kernels.reference import decode as reference
 
@@ -97,13 +98,32 @@ class Call:
         final = kernel.forward(*self.arguments(), o, marks, every, **self.options)
         return Outcome({"o": o, "final": final} | ({} if marks is None else {"checkpoints": marks}))
 
+    def rows(self, every: int) -> Checkpoints:
+        """Checkpoints as the op would make them, every byte set."""
+        quantize, heads = self.options["quantize"], self.state.shape[1:]
+        fmt = row_format(quantize, self.state.dtype)
+        shape = (self.q.shape[0] // every + self.starts.shape[0], *row_shape(self.state.shape, quantize, torch.float32))
+        if fmt is None:
+            buffer = self.state.new_full(shape, torch.nan)
+        else:
+            buffer = torch.full(shape, 255, dtype=torch.uint8, device=self.q.device)
+        return Checkpoints(buffer, fmt, *heads, longest=int(self.lengths.max()))
+
+    def trained(self, kernel: Any, every: int) -> Outcome:
+        """As `both`, by way of the op's own checkpoints."""
+        o, rows = torch.full_like(self.v, torch.nan), self.rows(every)
+        final = kernel.forward(*self.arguments(), o, rows, every, **self.options)
+        back = self.backward(kernel, rows, every, longest=rows.longest) if kernel is not reference else None
+        back = back or self.backward(kernel, rows, every)
+        return Outcome({"o": o, "final": final} | back.tensors)
+
     def cotangents(self) -> tuple[Tensor, Tensor]:
         rng = torch.Generator().manual_seed(1)
         shapes = self.v.shape, self.state.shape
         grad_o, grad_final = (torch.randn(s, generator=rng, dtype=torch.float64) for s in shapes)
         return grad_o.to(self.v), grad_final.to(self.state)
 
-    def backward(self, kernel: Any, marks: Tensor | None = None, every: int = 0, **more: Any) -> Outcome:
+    def backward(self, kernel: Any, marks: Tensor | Checkpoints | None = None, every: int = 0, **more: Any) -> Outcome:
         grad_o, grad_final = self.cotangents()
         given = {n: x for n in NAMES if (x := getattr(self, n)) is not None}
         grads = {

@@ -7,11 +7,12 @@ one as Triton's launcher would have specialised it: pointers aligned, ones folde
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
 __all__ = ["TARGETS", "Built", "Launch", "build", "launches"]
 
@@ -31,6 +33,7 @@ TARGETS = {
 }
 
 _TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -64,11 +67,35 @@ class Launch:
 class Built:
     """Resources of a compiled kernel, and the body of its longest loop as machine instructions (NVIDIA only).
 
-    `layout` is that of most of its four-dimensional fp32 tensors, the pieces of a state; "" without any.
+    `layout` is that of most of its four-dimensional fp32 tensors, the pieces of a state; "" without any. `text` is its
+    PTX, "" on AMD.
     """
 
     shared: int
     layout: str = ""
+    text: str = ""
+    ttgir: str = ""
+
+    def scattered_reductions(self) -> list[str]:
+        """Reductions over lanes that are no neighbours, as they come from axes that a reshape joined.
+
+        Triton (3.6, 3.7) shuffles by powers of two from the first of these lanes on, and so adds up the wrong ones.
+        """
+        lanes = {
+            name: [[int(x) for x in re.findall(r"\d+", basis)] for basis in re.findall(r"\[([^\[\]]*)\]", bases)]
+            for name, bases in re.findall(r"^(#linear\d*) = .*? lane = \[(.*?)\], warp", self.ttgir, re.MULTILINE)
+        }
+        pattern = r'"tt\.reduce"\([^)]*\) <\{axis = (\d+) : i32\}>.*?\}\) : \((?:tensor<[\dx]+\w+, (.*?)>)\) ->'
+        found = []
+        for axis, layout in re.findall(pattern, self.ttgir, re.DOTALL):
+            name, at = re.findall(r"#\w+", layout)[-1], int(axis)
+            for dim in map(int, re.findall(r"dim = (\d+)", layout)):
+                at += at >= dim
+            mine = [i for i, basis in enumerate(lanes.get(name, [])) if basis[at]]
+            if mine and mine != list(range(mine[0], mine[-1] + 1)):
+                found.append(f"axis {axis} of {layout}: lanes {mine}")
+        return found
+
     registers: int | None = None
     stack: int | None = None
     loop: list[str] = field(default_factory=list)
@@ -126,8 +153,12 @@ def build(launch: Launch, target: str) -> Built:
         constexprs={(position[name],): value for name, value in launch.constants.items()},
         attrs={(position[name],): [["tt.divisibility", 16]] for name in launch.aligned},
     )
-    compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
-    built = Built(shared=compiled.metadata.shared, layout=_layout(compiled.asm["ttgir"]))
+    with _running_on(TARGETS[target]):
+        compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
+    built = Built(
+        shared=compiled.metadata.shared, layout=_layout(compiled.asm["ttgir"]), text=compiled.asm.get("ptx", "")
+    )
+    built.ttgir = compiled.asm["ttgir"]
     if "cubin" in compiled.asm:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "kernel.cubin"
@@ -137,6 +168,26 @@ def build(launch: Launch, target: str) -> Built:
         built.registers = int(re.findall(r"REG:(\d+)", usage)[0])
         built.stack = int(re.findall(r"STACK:(\d+)", usage)[0])
     return built
+
+
+class _Driver:
+    """What a kernel finds when it asks which target it is compiled for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+@contextlib.contextmanager
+def _running_on(target: GPUTarget) -> Iterator[None]:
+    before = driver._active
+    driver.set_active(_Driver(target))
+    try:
+        yield
+    finally:
+        driver._active = before
 
 
 def _layout(ttgir: str) -> str:

@@ -6,6 +6,7 @@ layouts, bits or bf16, which the interpreter does not round as a GPU does.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from lattn_compile.formats import parse
 from lattn_compile.kernels.reference import decode as reference
-from tests.kernels.decode_calls import at_its_states, make_call
+from tests.kernels.decode_calls import Outcome, at_its_states, make_call
 
 pytest.importorskip("triton")
 
@@ -46,6 +47,81 @@ def test_forward_and_backward_are_the_float64_loop(name: str) -> None:
     want = call.exact().both(reference, 2)
     errors = call.both(decode, 2).errors(want)
     assert max(errors.values()) <= 1e-5, errors
+
+
+ENCODED: dict[str, dict[str, Any]] = {
+    "int8": {"state_format": "int8", "value_dim": 12, "key_dim": 12},
+    "int8-tiles": {"state_format": "int8/8x8", "value_dim": 12, "key_dim": 20, "readout": "after_write"},
+    "int8-small-tiles": {"state_format": "int8/4x4", "value_dim": 6, "key_dim": 7, "decay": "channel"},
+    "fp8-columns": {"state_format": "fp8/*x1", "value_dim": 5, "key_dim": 9},
+    "nvfp4": {"state_format": "nvfp4", "value_dim": 8, "key_dim": 17, "decay": None, "readout": "after_write"},
+    "bf16": {"state_format": "bf16", "value_dim": 5, "key_dim": 7},
+    "fp16": {"state_format": "fp16", "value_dim": 8, "key_dim": 8},
+    "exact": {"value_dim": 8, "key_dim": 8},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in ENCODED if name not in ("int8-tiles", "fp16")])
+def test_encoded_checkpoints_give_the_bits_of_fp32_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "_WHOLE", 2)
+    call = make_call(ratio=1, lengths=(5, 0, 4), **ENCODED[name])
+    want = Outcome(_without_checkpoints(call.both(decode, 4)))
+    assert want.same_bits(call.trained(decode, 4)) == []
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_a_row_is_what_torch_would_store(name: str) -> None:
+    call = make_call(ratio=2, lengths=(3, 2), gap=0, **ENCODED[name])
+    assert call.g is None or call.g[1].fill_(-torch.inf) is not None  # zeros, but for the write
+    rows, theirs = call.rows(2), call.rows(2)
+    decode.forward(*call.arguments(), None, rows, 2, **call.options)
+    states = call.forward(decode, 2).tensors["checkpoints"]
+    used = torch.tensor([0, 1, 2])
+    theirs.index_copy_(0, used, states[used])
+    assert rows.buffer.nan_to_num().equal(theirs.buffer.nan_to_num())  # and nothing where no checkpoint is
+    assert rows.index_select(0, used).equal(states[used])
+
+
+def test_the_first_state_is_the_given_one_even_if_no_code_stands_for_it() -> None:
+    call = make_call(ratio=1, lengths=(3,), **ENCODED["int8"])
+    call = dataclasses.replace(call, state=torch.randn_like(call.state))
+    want = Outcome(_without_checkpoints(call.both(decode, 2)))
+    assert want.same_bits(call.trained(decode, 2)) == []
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-small-tiles", "nvfp4"])
+def test_a_row_keeps_a_nan_where_torch_does(name: str) -> None:
+    call = make_call(ratio=1, lengths=(1,), gap=0, **ENCODED[name])
+    call.state[0, 0, 1, 2] = torch.nan
+    rows = call.rows(1)
+    decode.forward(*call.arguments(), None, rows, 1, **call.options)
+    want = call.options["quantize"].qdq(call.state)
+    got = rows.index_select(0, torch.tensor([0]))
+    assert want.isnan().any() and torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
+@pytest.mark.parametrize("name", ["int8", "exact"])
+def test_a_forward_in_segments_has_the_bits_of_one(name: str) -> None:
+    call = make_call(ratio=1, lengths=(5, 5), gap=0, **ENCODED[name])
+    o, rows = torch.full_like(call.v, torch.nan), call.rows(1)
+    final = decode.forward(*call.arguments(), o, rows, 1, **call.options)
+    want = call.forward(decode, 1).tensors
+    assert o.equal(want["o"]) and final.equal(want["final"])
+    used = torch.tensor([0, 1, 2, 3, 4, 6, 7, 8, 9, 10])
+    assert rows.index_select(0, used).equal(want["checkpoints"][used])
+
+
+@pytest.mark.parametrize("decay", [None, "head", "channel"])
+def test_states_written_again_are_those_of_the_loop(decay: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "_WHOLE", 5)
+    call = make_call(ratio=1, lengths=(14, 5), decay=decay, beta=decay != "channel", value_dim=4, key_dim=8)
+    errors = call.trained(decode, 12).errors(Outcome(_without_checkpoints(call.exact().both(reference, 12))))
+    assert max(errors.values()) <= 1e-5, errors
+
+
+def _without_checkpoints(outcome: Outcome) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in outcome.tensors.items() if name != "checkpoints"}
 
 
 @pytest.mark.parametrize("state_format", [None, "int8"])

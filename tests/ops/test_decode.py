@@ -104,6 +104,49 @@ def test_gradients_do_not_depend_on_the_checkpoint_interval(prefix: Any) -> None
             assert torch.equal(a, b), (every, name)
 
 
+def _trained(every: int, cursor: Any = None, **more: Any) -> tuple[torch.Tensor, ...]:
+    tensors = inputs(tokens=13, dtype=torch.float32, grad=True)
+    kwargs = options("decode", "token", checkpoint_every=every, **more)
+    o, state, rows = OPS["decode"](*tensors, None, None, ints(13, 6), cursor, **kwargs)
+    return o, state, *torch.autograd.grad(o.sum() + state.square().sum(), tensors), rows
+
+
+@pytest.mark.parametrize("state_format", ["int8/3x5", "fp8_e4m3", "nvfp4", "bf16", "fp16"])
+def test_checkpoints_in_bytes_change_no_bit(state_format: str) -> None:
+    *want, _ = _trained(0, state_format=state_format)
+    *got, rows = _trained(2, state_format=state_format)
+    assert rows.dtype == torch.uint8 and rows.dim() == 2
+    for name, a, b in zip(("o", "state", *NAMES), got, want, strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_state_that_no_code_stands_for_is_not_taken_from_a_checkpoint() -> None:
+    """Handed in as stored already, so that nothing rounds it: its codes would be another state."""
+    *want, _ = _trained(0, cursor=ints(0, 0))
+    *got, _ = _trained(2, cursor=ints(0, 0))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("write", "state_format", "share"),
+    [("exact", "fp32", 0.36), ("token", "int8", 0.34), ("token", "bf16", 0.35), ("token", "nvfp4", 0.2)],
+)
+def test_checkpoints_are_a_third_of_the_tensors_in_every_mode(write: str, state_format: str, share: float) -> None:
+    """q, k, v, g, beta and o of B = 4, T = 4,096, H = 16, HV = 32, K = V = 128 in bf16, as fakes."""
+    x = [
+        torch.empty(4, 4096, h, *d, dtype=torch.bfloat16, device="meta") for h, *d in ((16, 128), (16, 128), (32, 128))
+    ]
+    x += [torch.empty(4, 4096, 32, device="meta"), torch.empty(4, 4096, 32, dtype=torch.bfloat16, device="meta")]
+    kwargs = options("decode", write, state_format=state_format, checkpoint_every=checkpoint_interval(4096))
+    o, _, rows = OPS["decode"](*x, *(None,) * 5, **kwargs)
+    assert rows.nbytes <= share * sum(t.nbytes for t in (*x, o))
+
+
+def test_one_token_has_no_checkpoint() -> None:
+    rows = OPS["decode"](*inputs(tokens=1), *(None,) * 4, **options("decode", "token", checkpoint_every=64))[2]
+    assert rows.shape == (0,)
+
+
 def test_the_interval_grows_like_the_root_of_the_tokens() -> None:
     assert [checkpoint_interval(n) for n in (0, 1, 256, 257, 4096)] == [16, 16, 16, 17, 64]
 

@@ -9,12 +9,24 @@ import triton.language as tl
 
 from lattn_compile.formats.fp8_e4m3.triton import round_to_minifloat
 
-__all__ = ["BLOCK", "GROUP", "LARGEST", "LARGEST_GROUP", "round_block_scale", "round_codes"]
+__all__ = [
+    "BLOCK",
+    "GROUP",
+    "LARGEST",
+    "LARGEST_GROUP",
+    "from_nibbles",
+    "round_block_scale",
+    "round_codes",
+    "to_nibbles",
+]
 
 BLOCK = tl.constexpr(16)  # key channels that share an E4M3 scale
 GROUP = tl.constexpr(64)  # value columns that share an fp32 scale
 LARGEST = tl.constexpr(6.0)  # of E2M1
 LARGEST_GROUP = tl.constexpr(6.0 * 448.0)
+
+_REBIAS = tl.constexpr(2.0**-126)  # from fp32's exponent bias, 127, to E2M1's, 1
+_BIAS = tl.constexpr(2.0**126)
 
 
 @triton.jit
@@ -22,6 +34,20 @@ def round_codes(y):
     """Scaled values, below 7 in magnitude, to the nearest E2M1 numbers, twice; the sign of zero is kept."""
     code = round_to_minifloat(y, 1, 0)
     return code, code
+
+
+@triton.jit
+def to_nibbles(code):
+    """E2M1 numbers to their 4 bits, in int32; of a NaN, any."""
+    bits = (code * _REBIAS).to(tl.int32, bitcast=True)
+    return ((bits >> 22) & 7) | ((bits >> 28) & 8)
+
+
+@triton.jit
+def from_nibbles(nibble):
+    """Inverse of `to_nibbles`, fp32."""
+    bits = ((nibble & 7) << 22) | ((nibble & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * _BIAS
 
 
 @triton.jit

@@ -1,0 +1,328 @@
+"""A chunk-form call on the device: its sizes, the memory between its kernels, and their launches, span by span.
+
+A span is as many blocks of every sequence as `budget` bytes between the kernels hold. Which blocks there are is known
+on the device only, so spans are counted from shapes, and those beyond a sequence's end find nothing to do.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from lattn_compile.formats import Nvfp4, TiledFormat
+from lattn_compile.formats.quantizer import Quantizer
+from lattn_compile.kernels.chunk_backward import grad_pairs, grad_updates, retreat
+from lattn_compile.kernels.chunk_blocks import Schedule, cut, schedule
+from lattn_compile.kernels.chunk_forward import advance
+from lattn_compile.kernels.chunk_gradients import deliver, grad_keys, grad_levels, grad_lines
+from lattn_compile.kernels.chunk_operands import key_operands, value_operands
+from lattn_compile.kernels.chunk_pairs import pairs_across, pairs_channel, pairs_head
+from lattn_compile.kernels.chunk_solve import solve
+
+__all__ = ["Call", "Span", "shared_memory", "write"]
+
+LOW: tuple[torch.dtype, ...] = ()
+"""Inputs of which operands keep 16 bits instead of 24, which is faster. None yet: one repeated key with
+beta = 1.9 makes 4e-5 of what is lost, in a float32 state where the reference is right to 5e-7."""
+
+_ROWS = 32
+"""Of a product: 64 would be one of Hopper's asynchronous ones, see `chunk.py`."""
+
+_CORNER = 16
+"""Tokens of the smallest tile."""
+
+PART = torch.bfloat16
+"""Of an operand."""
+
+LEAST_BUDGET = 1 << 28
+"""Bytes between kernels that nobody misses; below it, a call is one span."""
+
+GIVEN = 2
+"""Bytes between kernels, for each byte of the inputs: in a backward as many as inputs, outputs and gradients have."""
+
+LEAST_SPAN = 8
+"""Blocks of a sequence: a state is kept for every span."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Some blocks of every sequence, and what the forward's kernels make of them; shapes as in those."""
+
+    schedule: Schedule
+    skip: int
+    norms: Tensor
+    reads: Tensor
+    overlaps: Tensor | None
+    solved: Tensor | None
+    operands: Tensor
+    whole: Tensor
+    updates: Tensor
+    outputs: Tensor | None
+
+
+class Call:
+    """One call: inputs as `kernels.reference.chunk` takes them, and the kernels' compile-time options."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        beta: Tensor | None,
+        starts: Tensor,
+        lengths: Tensor,
+        offsets: Tensor | None,
+        *,
+        rule: str,
+        scale: float,
+        qk_l2norm: bool,
+        chunk_size: int,
+        quantize: Quantizer | None,
+        readout: str,
+        backward: bool = False,
+    ) -> None:
+        tokens, self.key_heads, key_dim = q.shape
+        self.value_heads, value_dim = v.shape[1:]
+        self.sequences, self.scale = starts.shape[0], float(scale)
+        self.low, self.g, self.beta = all(x.dtype in LOW for x in (q, k, v)), g, beta
+        # Products in float64 are made of float32 only: Triton 3.6 does not compile them of fp16.
+        self.q, self.k, self.v = (x if self.low else x.float() for x in (q, k, v))
+        self.starts, self.lengths = starts.contiguous(), lengths.contiguous()
+        grid = chunk_size if quantize is not None else None
+        on_line = grid is None or offsets is None
+        self.offsets = torch.zeros_like(self.starts)
+        if grid is not None and offsets is not None:
+            self.offsets = offsets.contiguous()
+        self.decay = 0 if g is None else g.dim() - 1
+        self.delta = rule == "delta"
+        self.cut = cut(tokens, grid)
+        self.keys = max(16, triton.next_power_of_2(key_dim))
+        self.write = write(quantize, key_dim, value_dim, self.keys)
+        self.after = readout == "after_write" and bool(self.write["FORMAT"])
+        self.columns = max(16, min(_ROWS, triton.next_power_of_2(value_dim)))
+        self.pieces = max(1, self.write["BLOCK_V"] // self.columns)
+        self.width = triton.cdiv(value_dim, self.pieces * self.columns) * self.pieces * self.columns
+        self.tile = min(_ROWS, self.cut.size)
+        self.tiles = 1 if self.tile == self.cut.size else 3
+        self.slice, self.value_slice = min(32, self.keys), min(32, self.width)
+        self.blocks = {"BT": self.cut.size, **self.cut.constants()}
+        self.kind = {"DELTA": self.delta, "LOW": self.low, **self.blocks}
+        self.norm = {"NORM": qk_l2norm}
+        self.key = {"K": key_dim, "BK": self.keys}
+        self.value = {"V": value_dim, "VP": self.width}
+        self.strength = {"BETA": beta is not None}
+        self.bound = self.cut.bound(tokens, self.sequences, on_line=on_line)
+        self.span = self._span(backward)
+        longest = self.cut.bound(tokens, 1, on_line=on_line)
+        self.skips = list(range(0, longest, self.span))
+
+    def _span(self, backward: bool) -> int:
+        """Blocks of a sequence in a span."""
+        size, parts, exact = self.cut.size, 2 if self.low else 3, 4 if self.low else 8
+        values, states, pairs = 4 * size * self.width, 4 * self.keys * self.width, 4 * size * size
+        operands, keys = 6 * parts * size * self.keys, 4 * size * self.keys
+        matrices = pairs + (2 * exact) * size * size if self.delta else pairs
+        if backward:
+            # Operands are let go when the gradients of keys are made.
+            later = 2 * keys + 2 * pairs + (keys if self.decay == 2 else 0)
+            needs = matrices + 2 * values + 2 * states + max(operands, later)
+        else:
+            needs = matrices + 2 * values + operands
+        given = sum(x.nbytes for x in (self.q, self.k, self.v, self.v, self.g, self.beta) if x is not None)
+        budget = max(LEAST_BUDGET if backward else 4 * LEAST_BUDGET, GIVEN * given)
+        least = budget // (needs * self.value_heads)
+        if least >= self.bound:
+            return self.bound
+        return max(LEAST_SPAN, least // max(self.sequences, 1))
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.q.new_empty(shape, dtype=dtype)
+
+    def prepare(self, skip: int, *, read: bool) -> Span:
+        """What a span's blocks need besides the state; `read`: for outputs too."""
+        placed = schedule(self.lengths, self.offsets, self.cut, self.bound, skip, self.span)
+        size, blocks, heads = self.cut.size, placed.blocks, self.value_heads
+        norms, strengths = self.new(blocks, self.key_heads, 2, size), self.new(blocks, heads, size)
+        reads, overlaps, solved = self.new(blocks, heads, size, size), None, None
+        if self.delta:
+            wide = torch.float32 if self.low else torch.float64
+            overlaps, solved = (self.new(*reads.shape, dtype=wide) for _ in range(2))
+        where = (self.starts, self.lengths, self.offsets, placed.owner, placed.index)
+        qk = (*self.q.stride(), *self.k.stride())
+        if self.decay == 2 and self.g is not None:
+            of_g = self.g.stride()
+            # Small tiles of one warp each: a level costs what its rows squared cost, a tile below the diagonal less.
+            tile = min(_CORNER, size)
+            pairs_channel[(blocks * heads * (size // tile),)](
+                self.q, self.k, self.g, self.beta, *where, norms, strengths, reads, overlaps, self.scale, skip, *qk,
+                *of_g, *_strides(self.beta, 2), self.key_heads, heads, BS=self.slice, TILE=tile,
+                **self.key, **self.kind, **self.norm, **self.strength, num_warps=1, num_stages=1,
+            )  # fmt: skip
+            while tile < size:
+                pairs_across[(blocks * heads * (size // (2 * tile)),)](
+                    self.q, self.k, self.g, *where, norms, reads, overlaps, skip, *qk, *of_g, self.key_heads, heads,
+                    BS=self.slice, HALF=tile, **self.key, **self.kind, num_warps=tile // 16, num_stages=1,
+                )  # fmt: skip
+                tile *= 2
+        else:
+            pairs_head[(blocks * self.key_heads * self.tiles,)](
+                self.q, self.k, self.g, self.beta, *where, norms, strengths, reads, overlaps, self.scale, skip, *qk,
+                *_strides(self.g, 2), *_strides(self.beta, 2), self.key_heads, heads, BS=self.slice, TILE=self.tile,
+                DECAY=self.decay, **self.key, **self.kind, **self.norm, **self.strength, num_warps=4, num_stages=1,
+            )  # fmt: skip
+        if self.delta:
+            solve[(blocks * heads,)](
+                placed.owner, strengths, overlaps, solved, heads, BT=size, num_warps=2, num_stages=1
+            )  # fmt: skip
+        operands = self.new(blocks, heads, 3, 2 if self.low else 3, size, self.keys, dtype=PART)
+        whole = self.new(blocks, heads, self.keys)
+        updates = self.new(blocks, heads, size, self.width)
+        outputs = self.new(*updates.shape) if read else None
+        key_operands[(blocks * heads * (self.keys // self.slice),)](
+            self.q, self.k, self.g, self.beta, *where, norms, reads, solved, operands, whole, skip, *qk,
+            *_strides(self.g, 3), *_strides(self.beta, 2), self.key_heads, heads, BS=self.slice, DECAY=self.decay,
+            **self.key, **self.kind, **self.strength, num_warps=2, num_stages=1,
+        )  # fmt: skip
+        value_operands[(blocks * heads * (self.width // self.value_slice),)](
+            self.v, self.beta, *where, reads, solved, updates, outputs, skip, *self.v.stride(),
+            *_strides(self.beta, 2), heads, BS=self.value_slice, READ=read, **self.value, **self.kind,
+            **self.strength, num_warps=2, num_stages=1,
+        )  # fmt: skip
+        return Span(placed, skip, norms, reads, overlaps, solved, operands, whole, updates, outputs)
+
+    def advance(
+        self, span: Span, source: Tensor, final: Tensor, *, o: Tensor | None = None, states: Tensor | None = None
+    ) -> None:
+        """Takes the states `source` through a span to `final`, maybe itself."""
+        placed = span.schedule
+        advance[(self.width // (self.pieces * self.columns) * self.value_heads * self.sequences,)](
+            self.q, span.operands, span.updates, span.outputs, span.whole, source, self.starts, self.lengths,
+            self.offsets, placed.first, placed.count, o, final, states, self.scale, span.skip, *self.q.stride(),
+            *_strides(o, 3), self.key_heads, self.value_heads, BV=self.columns, PIECES=self.pieces, AFTER=self.after,
+            READ=o is not None, KEEP=states is not None, **self.key, **self.value, **self.kind, **self.norm,
+            **self.write,
+            **self._sequential(),
+        )  # fmt: skip
+
+    def _sequential(self) -> dict[str, int]:
+        """Of the loops over blocks: two stages where shared memory holds a block's operands while they are loaded."""
+        needs = 3 * 2 * self.cut.size * self.keys * 2 + 32 * 1024
+        ahead = self.low and self.keys <= 128 and needs <= shared_memory(self.q.device)
+        return {"num_warps": 8 if self.keys >= 64 else 4, "num_stages": 2 if ahead else 1}
+
+    def retreat(self, span: Span, grad_o: Tensor, dstate: Tensor, kept: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes the gradient of the states back through a span, in place, and writes its tokens' of v.
+
+        Args:
+            kept: the states before every block.
+
+        Returns:
+            Gradients of the states after every block, and of `beta (v - k_in S)`, as `grad_updates` has them.
+        """
+        placed, heads, skip = span.schedule, self.value_heads, span.skip
+        where = (self.starts, self.lengths, self.offsets, placed.owner, placed.index)
+        cotangents = self.new(*kept.shape)
+        retreat[(self.width // self.columns * heads * self.sequences,)](
+            self.q, grad_o, span.operands, span.whole, dstate, self.starts, self.lengths, self.offsets, placed.first,
+            placed.count, dstate, cotangents, self.scale, skip, *self.q.stride(), *grad_o.stride(), self.key_heads,
+            heads, BV=self.columns, AFTER=self.after, **self.key, **self.value, **self.kind, **self.norm,
+            **self._sequential(),
+        )  # fmt: skip
+        drhs = self.new(*span.updates.shape)
+        grad_updates[(placed.blocks * heads * (self.width // self.value_slice),)](
+            grad_o, self.beta, *where, span.reads, span.solved, span.operands, cotangents, dv, drhs, skip,
+            *grad_o.stride(), *_strides(self.beta, 2), *dv.stride(), heads, BS=self.value_slice, AFTER=self.after,
+            **self.key, **self.value, **self.kind, **self.strength, num_warps=2, num_stages=1,
+        )  # fmt: skip
+        return cotangents, drhs
+
+    def gradients(
+        self,
+        span: Span,
+        grad_o: Tensor,
+        states: tuple[Tensor, Tensor],
+        passed: tuple[Tensor, Tensor],
+        grads: dict[str, Tensor],
+    ) -> None:
+        """Writes a span's gradients of q, k, g and beta.
+
+        Args:
+            span: its operands are not needed. states: those before every block, and those behind the span.
+            passed: of `retreat`.
+        """
+        (kept, final), (cotangents, drhs) = states, passed
+        placed, size, heads, skip = span.schedule, self.cut.size, self.value_heads, span.skip
+        blocks = placed.blocks
+        where = (self.starts, self.lengths, self.offsets, placed.owner, placed.index)
+        qk, of_beta, of_g = (*self.q.stride(), *self.k.stride()), _strides(self.beta, 2), _strides(self.g, 3)
+        after = {"AFTER": self.after}
+        dreads = self.new(*span.reads.shape)
+        doverlaps = self.new(*span.reads.shape) if self.delta else None
+        strengths, gates = (self.new(blocks, heads, 2, size) for _ in range(2))
+        grad_pairs[(blocks * heads * self.tiles,)](
+            grad_o, self.v, self.g, self.beta, *where, span.reads, span.overlaps, span.updates, drhs, dreads,
+            doverlaps, strengths, gates, skip, *grad_o.stride(), *self.v.stride(), *of_g[:2], *of_beta, heads,
+            BS=self.value_slice, TILE=self.tile, DECAY=self.decay, **after, **self.value, **self.kind,
+            **self.strength, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        dkeys = self.new(blocks, heads, 2, size, self.keys)
+        dgates = self.new(blocks, heads, size, self.keys) if self.decay == 2 else None
+        slices = self.keys // self.slice
+        rows = self.new(blocks, heads, slices, 4, size)
+        grad_keys[(blocks * heads * slices,)](
+            self.q, self.k, self.g, self.beta, grad_o, *where, span.norms, kept, cotangents, span.updates, drhs,
+            dreads, doverlaps, span.whole, dkeys, dgates, rows, skip, *qk, *of_g, *of_beta, *grad_o.stride(),
+            self.key_heads, heads, BS=self.slice, VS=16, DECAY=self.decay, **after, **self.key,
+            **self.value, **self.kind, **self.strength, num_warps=2, num_stages=1,
+        )  # fmt: skip
+        dg, dbeta = grads.get("dg"), grads.get("dbeta")
+        if self.decay == 2 and self.g is not None and dg is not None:
+            grad_levels[(blocks * heads * (self.keys // 16),)](
+                self.q, self.k, self.g, *where, span.norms, dreads, doverlaps, dkeys, dgates, dg, skip, *qk, *of_g,
+                *dg.stride(), self.key_heads, heads, BS=16, TILE=self.tile, **self.key, **self.kind,
+                num_warps=4, num_stages=1,
+            )  # fmt: skip
+        if self.after:
+            grad_lines[(blocks * heads,)](
+                grad_o, *where, kept, final, dkeys, skip, *grad_o.stride(), heads, blocks, BS=self.slice, VS=16,
+                **self.key, **self.value, BT=size, **self.cut.constants(), num_warps=4, num_stages=1,
+            )  # fmt: skip
+        dq, dk = grads["dq"], grads["dk"]
+        deliver[(blocks * self.key_heads,)](
+            self.q, self.k, *where, span.norms, dkeys, rows, strengths, gates, dq, dk, dg, dbeta, skip, *qk,
+            *dq.stride(), *dk.stride(), *_strides(dg, 3)[:2], *_strides(dbeta, 2), self.key_heads, heads,
+            BS=self.slice, TILE=self.tile, SLICES=slices, DELTA=self.delta, DECAY=self.decay, **self.key,
+            **self.strength, **self.norm, **self.blocks, num_warps=4, num_stages=1,
+        )  # fmt: skip
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have on a device; off the GPU, where nothing is allocated, as many as on Hopper."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+
+
+def write(quantize: Quantizer | None, key_dim: int, value_dim: int, keys: int) -> dict[str, Any]:
+    """The rounding at grid lines as compile-time constants; tiles in powers of two. keys: BK."""
+    if quantize is None or quantize.fmt.name == "fp32":
+        return {"FORMAT": "", "BLOCK_K": 1, "BLOCK_V": 1}
+    fmt = quantize.fmt
+    if isinstance(fmt, Nvfp4) or not isinstance(fmt, TiledFormat):
+        return {"FORMAT": fmt.name, "BLOCK_K": 1, "BLOCK_V": 64 if isinstance(fmt, Nvfp4) else 1}
+    block_k = keys if fmt.block_k is None or fmt.block_k >= key_dim else fmt.block_k
+    block_v = value_dim if fmt.block_v is None else min(fmt.block_v, value_dim)
+    return {"FORMAT": fmt.name, "BLOCK_K": block_k, "BLOCK_V": triton.next_power_of_2(block_v)}
+
+
+def _strides(x: Tensor | None, count: int) -> tuple[int, ...]:
+    """The first `count` strides: zeros for what is not there, or has fewer."""
+    strides = () if x is None else x.stride()
+    return (*strides, *(0,) * count)[:count]

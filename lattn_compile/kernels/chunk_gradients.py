@@ -1,0 +1,385 @@
+"""Gradients of q, k, g and beta, from what `chunk_backward.py` left, for all blocks at once.
+
+    dq_in = D S^T      dk_in = -beta dR S^T      dk_out = U dS'^T        dR the gradient of beta (v - k_in S)
+
+`grad_keys` makes these for BS channels of a block and value head and takes the weights of the decay out of them; what
+pairs of tokens add it adds too, or `grad_levels` does where the decay is by channel. `deliver` sums over value heads
+and slices, and goes back through the norms.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lattn_compile.kernels.chunk_backward import load_outputs, reads_inside
+from lattn_compile.kernels.chunk_blocks import extent
+from lattn_compile.kernels.chunk_math import (
+    block_tokens,
+    channel_weight,
+    exact_operand,
+    gate_exp,
+    held,
+    load_beta,
+    load_matrix,
+    load_rows,
+    operand,
+    product,
+    row_weights,
+    summed,
+)
+from lattn_compile.kernels.chunk_pairs import halves
+from lattn_compile.kernels.common.inputs import rstd
+
+__all__ = ["deliver", "grad_keys", "grad_levels", "grad_lines"]
+
+
+@triton.jit(do_not_specialize=["skip", "H", "HV"])
+def grad_keys(
+    q, k, g, beta, grad_o, starts, lengths, offsets, owner, index, norms, states, cotangents, updates, drhs, dreads,
+    doverlaps, whole, dkeys, dgates, rows, skip,
+    q_token, q_head, q_channel, k_token, k_head, k_channel, g_token, g_head, g_channel, beta_token, beta_head,
+    o_token, o_head, o_column, H, HV,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, BS: tl.constexpr, VS: tl.constexpr,
+    BT: tl.constexpr, DELTA: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr,
+    LOW: tl.constexpr, AFTER: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    """Args:
+        norms, whole: of the forward. states, cotangents, updates, drhs, dreads, doverlaps: of the kernels before.
+        dkeys: fp32 `[NB, HV, 2, BT, BK]`: of the normalised, scaled q and of the normalised k.
+        dgates: fp32 `[NB, HV, BT, BK]`, of a decay by channel: of g, but for the pairs of tokens.
+        rows: fp32 `[NB, HV, BK / BS, 4, BT]`, sums over these channels: gradients of the exponents from the start and
+            to the end and of the whole, of a decay by head; and what erasing takes out of beta's gradient.
+
+    Grid: (NB * HV * BK / BS,).
+    """
+    SLICES: tl.constexpr = BK // BS
+    pid = tl.program_id(0) // SLICES
+    slice = tl.program_id(0) % SLICES
+    first = slice * BS
+    block, i_head = pid // HV, pid % HV
+    if tl.load(owner + block) < 0:
+        return
+    i_key = i_head // (HV // H)
+    at = pid.to(tl.int64)
+    slot, channel = tl.arange(0, BT), first + tl.arange(0, BS)
+    token, inside = block_tokens(owner, index, starts, lengths, offsets, block, skip, slot, CHUNK, TOKENS, PER)
+    read = reads_inside(owner, index, starts, lengths, offsets, block, skip, slot, inside, AFTER, CHUNK, TOKENS, PER)
+    dq = tl.zeros([BT, BS], tl.float32)
+    seen = tl.zeros([BT, BS], tl.float32)
+    dout = tl.zeros([BT, BS], tl.float32)
+    dwhole = tl.zeros([BS], tl.float32)
+    for begin in range(0, VP, VS):
+        column = begin + tl.arange(0, VS)
+        p_state = (at * VP + column[:, None]) * BK + channel[None, :]
+        S, dS = tl.load(states + p_state), tl.load(cotangents + p_state)
+        p_value = at * (BT * VP) + slot[:, None] * VP + column[None, :]
+        o_S = operand(S, LOW)
+        b_o = load_outputs(grad_o, token, read, o_token, i_head, o_head, begin, o_column, V, VS)
+        dq += product(operand(b_o, LOW), o_S)
+        if DELTA:
+            seen += product(operand(tl.load(drhs + p_value), LOW), o_S)
+        dout += product(operand(tl.load(updates + p_value), LOW), operand(dS, LOW))
+        dwhole += tl.sum(S * dS, 0)
+
+    p_norm = norms + (block.to(tl.int64) * H + i_key) * (2 * BT) + slot
+    k_norm, q_norm = tl.load(p_norm), tl.load(p_norm + BT)
+    b_q = load_rows(q, token * q_token + i_key * q_head, inside, first, q_channel, K, BS)
+    b_k = load_rows(k, token * k_token + i_key * k_head, inside, first, k_channel, K, BS)
+    wide_q = b_q.to(tl.float32) * q_norm[:, None]
+    wide_k = b_k.to(tl.float32) * k_norm[:, None]
+    b_beta = load_beta(beta, token, inside, beta_token, i_head, beta_head, BETA)
+    dwhole *= tl.load(whole + at * BK + channel)
+    p_keys = dkeys + at * (2 * BT * BK) + slot[:, None] * BK + channel[None, :]
+    p_rows = rows + (at * SLICES + slice) * (4 * BT) + slot
+    if DECAY == 2:
+        b_g = held(load_rows(g, token * g_token + i_head * g_head, inside, first, g_channel, K, BS))
+        from_start = channel_weight(b_g, BT, False, LOW)
+        to_end = channel_weight(b_g, BT, True, LOW)
+    else:
+        row_start, row_end = row_weights(g, token, inside, g_token, i_head, g_head, BT, DECAY, LOW)
+        from_start, to_end = row_start[:, None], row_end[:, None]
+    dq = dq * from_start
+    seen = seen * from_start
+    dout = dout * to_end
+    if BETA:
+        tl.store(p_rows + 3 * BT, tl.sum(seen * wide_k, 1))
+    seen = seen * b_beta[:, None]
+    start = dq * wide_q - seen * wide_k
+    end = dout * wide_k
+    dk = dout - seen
+    if DECAY == 2:
+        # The gates behind a slot's exponent from the start are those up to it, of one to the end those after it.
+        before = tl.cumsum(end, 0) - end
+        total = tl.cumsum(start, 0, reverse=True) + before + dwhole[None, :]
+        tl.store(dgates + (at * BT + slot[:, None]) * BK + channel[None, :], total)
+    else:
+        if DECAY == 1:
+            tl.store(p_rows, tl.sum(start, 1))
+            tl.store(p_rows + BT, tl.sum(end, 1))
+            tl.store(p_rows + 2 * BT, tl.zeros([BT], tl.float32) + tl.sum(dwhole, 0))
+        p_reads = dreads + at * (BT * BT)
+        D = load_matrix(p_reads, BT, False) * k_norm[None, :]
+        dq += product(operand(D, LOW), operand(b_k, LOW))
+        D = load_matrix(p_reads, BT, True) * q_norm[None, :]
+        dk += product(operand(D, LOW), operand(b_q, LOW))
+        if DELTA:
+            p_overlaps = doverlaps + at * (BT * BT)
+            D = (load_matrix(p_overlaps, BT, False) + load_matrix(p_overlaps, BT, True)) * k_norm[None, :]
+            dk += product(operand(D, LOW), operand(b_k, LOW))
+    tl.store(p_keys, dq)
+    tl.store(p_keys + BT * BK, dk)
+
+
+@triton.jit
+def _back(half, x, TILE: tl.constexpr, LOW: tl.constexpr):
+    """`halves(half)^T @ x`: from exponents of tokens to the gates that they are sums of."""
+    i, j = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
+    later = j // half % 2 == 1
+    which = ((i // half == j // half) & (later == (i <= j))).to(tl.float32)
+    return product(exact_operand(which), operand(x, LOW))
+
+
+@triton.jit(do_not_specialize=["skip", "H", "HV"])
+def grad_levels(
+    q, k, g, starts, lengths, offsets, owner, index, norms, dreads, doverlaps, dkeys, dgates, dg, skip,
+    q_token, q_head, q_channel, k_token, k_head, k_channel, g_token, g_head, g_channel,
+    dg_token, dg_head, dg_channel, H, HV,
+    K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, TILE: tl.constexpr,
+    DELTA: tl.constexpr, LOW: tl.constexpr,
+    CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    """Of a decay by channel: adds to `dkeys` what pairs of tokens make of q and k, and writes g's gradients to `dg`.
+
+    In the tiles and levels of `pairs_channel`. One program handles a block's tiles one after another, the later rows
+    first: what it adds to the earlier ones it keeps.
+
+    Grid: (NB * HV * BK / BS,).
+    """
+    SLICES: tl.constexpr = BK // BS
+    pid = tl.program_id(0) // SLICES
+    first = tl.program_id(0) % SLICES * BS
+    block, i_head = pid // HV, pid % HV
+    if tl.load(owner + block) < 0:
+        return
+    i_key = i_head // (HV // H)
+    at = pid.to(tl.int64)
+    i, channel = tl.arange(0, TILE), first + tl.arange(0, BS)
+    row, column = i[:, None], i[None, :]
+    # What the rows of the later tile hand on to the earlier one.
+    early_k = tl.zeros([TILE, BS], tl.float32)
+    early_g = tl.zeros([TILE, BS], tl.float32)
+    for back in tl.static_range(BT // TILE):
+        tile = BT // TILE - 1 - back
+        slot = tile * TILE + i
+        token, inside = block_tokens(owner, index, starts, lengths, offsets, block, skip, slot, CHUNK, TOKENS, PER)
+        p_norm = norms + (block.to(tl.int64) * H + i_key) * (2 * BT) + slot
+        b_q = load_rows(q, token * q_token + i_key * q_head, inside, first, q_channel, K, BS).to(tl.float32)
+        b_k = load_rows(k, token * k_token + i_key * k_head, inside, first, k_channel, K, BS).to(tl.float32)
+        b_k, b_q = b_k * tl.load(p_norm)[:, None], b_q * tl.load(p_norm + BT)[:, None]
+        b_g = held(load_rows(g, token * g_token + i_head * g_head, inside, first, g_channel, K, BS))
+        p_keys = dkeys + at * (2 * BT * BK) + slot[:, None] * BK + channel[None, :]
+        p_gates = (at * BT + slot[:, None]) * BK + channel[None, :]
+        p_pairs = at * (BT * BT) + slot[:, None] * BT + tile * TILE + column
+        p_flip = at * (BT * BT) + (tile * TILE + column) * BT + slot[:, None]
+        dq = tl.load(p_keys)
+        dk = tl.load(p_keys + BT * BK) + early_k
+        total = tl.load(dgates + p_gates) + early_g
+        D1 = tl.load(dreads + p_pairs)
+        D1_flip = tl.load(dreads + p_flip)
+        D2 = D1
+        D2_flip = D1_flip
+        if DELTA:
+            D2 = tl.load(doverlaps + p_pairs)
+            D2_flip = tl.load(doverlaps + p_flip)
+        own = tl.sum(tl.where(row == column, D1, 0.0), 1)[:, None]
+        dq += own * b_k
+        dk += own * b_q
+        half = TILE // 2
+        while half > 0:
+            weight = gate_exp(summed(halves(half, TILE), b_g, LOW, False), LOW)
+            later = row // half % 2 == 1
+            parted = (row // half == column // half + 1) & later
+            parted_flip = (column // half == row // half + 1) & (column // half % 2 == 1)
+            o_k, o_q = operand(b_k * weight, LOW), operand(b_q * weight, LOW)
+            # Of the later half's rows, weighted from the middle; and of the earlier half's, to the middle.
+            dlate = product(operand(tl.where(parted, D1, 0.0), LOW), o_k)
+            dearly = product(operand(tl.where(parted_flip, D1_flip, 0.0), LOW), o_q)
+            exponent = dlate * b_q
+            dq += dlate * weight
+            if DELTA:
+                dlate = product(operand(tl.where(parted, D2, 0.0), LOW), o_k)
+                dearly += product(operand(tl.where(parted_flip, D2_flip, 0.0), LOW), o_k)
+                exponent += dlate * b_k
+                dk += dlate * weight
+            dk += dearly * weight
+            exponent = (exponent + dearly * b_k) * weight
+            total += _back(half, exponent, TILE, LOW)
+            half = half // 2
+        if tile > 0:
+            # The pairs of this tile's rows and the earlier tile's, parted where this one begins.
+            before = (tile - 1) * TILE + i
+            e_token, e_inside = block_tokens(
+                owner, index, starts, lengths, offsets, block, skip, before, CHUNK, TOKENS, PER
+            )
+            p_norm = norms + (block.to(tl.int64) * H + i_key) * (2 * BT) + before
+            e_k = load_rows(k, e_token * k_token + i_key * k_head, e_inside, first, k_channel, K, BS).to(tl.float32)
+            e_k = e_k * tl.load(p_norm)[:, None]
+            e_g = held(load_rows(g, e_token * g_token + i_head * g_head, e_inside, first, g_channel, K, BS))
+            weight = gate_exp(summed((column <= row).to(tl.float32), b_g, LOW, False), LOW)
+            early = gate_exp(summed((column > row).to(tl.float32), e_g, LOW, False), LOW)
+            p_pairs = at * (BT * BT) + slot[:, None] * BT + (tile - 1) * TILE + column
+            p_flip = at * (BT * BT) + (tile * TILE + column) * BT + before[:, None]
+            o_k = operand(e_k * early, LOW)
+            dlate = product(operand(tl.load(dreads + p_pairs), LOW), o_k)
+            dearly = product(operand(tl.load(dreads + p_flip), LOW), operand(b_q * weight, LOW))
+            exponent = dlate * b_q
+            dq += dlate * weight
+            if DELTA:
+                dlate = product(operand(tl.load(doverlaps + p_pairs), LOW), o_k)
+                dearly += product(operand(tl.load(doverlaps + p_flip), LOW), operand(b_k * weight, LOW))
+                exponent += dlate * b_k
+                dk += dlate * weight
+            total += tl.cumsum(exponent * weight, 0, reverse=True)
+            early_k = dearly * early
+            exponent = early_k * e_k
+            early_g = tl.cumsum(exponent, 0) - exponent
+        tl.store(p_keys, dq)
+        tl.store(p_keys + BT * BK, dk)
+        p_dg = dg + (token * dg_token + i_head * dg_head)[:, None] + channel[None, :] * dg_channel
+        tl.store(p_dg, total.to(dg.dtype.element_ty), mask=inside[:, None] & (channel < K)[None, :])
+
+
+@triton.jit(do_not_specialize=["skip", "blocks", "HV"])
+def grad_lines(
+    grad_o, starts, lengths, offsets, owner, index, states, final, dkeys, skip, o_token, o_head, o_column, HV,
+    blocks, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, BS: tl.constexpr,
+    VS: tl.constexpr, BT: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    """Where a line's last token reads the written state: adds what that makes of its query to `dkeys`.
+
+    The written state is the one before the sequence's next block, or behind its last one: final, fp32 `[N, HV, K, V]`.
+
+    Grid: (NB * HV,).
+    """
+    pid = tl.program_id(0)
+    block, i_head = pid // HV, pid % HV
+    i_seq = tl.load(owner + block)
+    if i_seq < 0:
+        return
+    lead = tl.load(offsets + i_seq) % CHUNK
+    at = tl.load(index + block) + skip
+    base, _, high, line = extent(at, lead, tl.load(lengths + i_seq), CHUNK, TOKENS, PER)
+    if not line:
+        return
+    more = tl.load(owner + block + 1, mask=block + 1 < blocks, other=-1) == i_seq
+    token = tl.load(starts + i_seq) + base + high - 1
+    for first in range(0, BK, BS):
+        channel = first + tl.arange(0, BS)
+        p_dq = dkeys + pid.to(tl.int64) * (2 * BT * BK) + (high - 1) * BK + channel
+        total = tl.load(p_dq)
+        for begin in range(0, VP, VS):
+            column = begin + tl.arange(0, VS)
+            p_o = grad_o + token * o_token + i_head * o_head + column * o_column
+            read = tl.load(p_o, mask=column < V, other=0.0).to(tl.float32)
+            p_next = states + ((pid.to(tl.int64) + HV) * VP + column[:, None]) * BK + channel[None, :]
+            p_last = final + (i_seq.to(tl.int64) * HV + i_head) * (K * V) + channel[None, :] * V + column[:, None]
+            inside = (column < V)[:, None] & (channel < K)[None, :]
+            S = tl.load(p_next, mask=inside & more, other=0.0) + tl.load(p_last, mask=inside & (not more), other=0.0)
+            total += tl.sum(S * read[:, None], 0)
+        tl.store(p_dq, total)
+
+
+@triton.jit(do_not_specialize=["skip", "H", "HV"])
+def deliver(
+    q, k, starts, lengths, offsets, owner, index, norms, dkeys, rows, strengths, gates, dq, dk, dg, dbeta, skip,
+    q_token, q_head, q_channel, k_token, k_head, k_channel, dq_token, dq_head, dq_channel, dk_token, dk_head,
+    dk_channel, dg_token, dg_head, dbeta_token, dbeta_head, H, HV,
+    K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, TILE: tl.constexpr, SLICES: tl.constexpr,
+    DELTA: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr,
+    CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradients of q, k, g (by head) and beta. SLICES: of `rows`, BS: channels at a time here.
+
+    Grid: (NB * H,).
+    """
+    pid = tl.program_id(0)
+    block, i_key = pid // H, pid % H
+    if tl.load(owner + block) < 0:
+        return
+    R = HV // H
+    slot = tl.arange(0, BT)
+    token, inside = block_tokens(owner, index, starts, lengths, offsets, block, skip, slot, CHUNK, TOKENS, PER)
+    at = block.to(tl.int64) * HV + i_key * R
+    p_norm = norms + pid.to(tl.int64) * (2 * BT) + slot
+    k_norm, q_norm = tl.load(p_norm), tl.load(p_norm + BT)
+    q_row, k_row = token * q_token + i_key * q_head, token * k_token + i_key * k_head
+    q_along = tl.zeros([BT], tl.float32)
+    k_along = tl.zeros([BT], tl.float32)
+    q_rstd = tl.zeros([BT], tl.float32)
+    if NORM:
+        for first in range(0, BK, BS):
+            b_q = load_rows(q, q_row, inside, first, q_channel, K, BS).to(tl.float32)
+            b_k = load_rows(k, k_row, inside, first, k_channel, K, BS).to(tl.float32)
+            d_q, d_k = _over_heads(dkeys, at, R, first, BK, BS, BT)
+            q_along += tl.sum(b_q * d_q, 1)
+            k_along += tl.sum(b_k * d_k, 1)
+            q_rstd += tl.sum(b_q * b_q, 1)
+        # Along the vector itself nothing comes through: a normalised vector's length is what it is.
+        q_rstd = rstd(q_rstd)
+        q_along, k_along = q_along * q_rstd * q_rstd, k_along * k_norm * k_norm
+    for first in range(0, BK, BS):
+        d_q, d_k = _over_heads(dkeys, at, R, first, BK, BS, BT)
+        if NORM:
+            d_q -= load_rows(q, q_row, inside, first, q_channel, K, BS).to(tl.float32) * q_along[:, None]
+            d_k -= load_rows(k, k_row, inside, first, k_channel, K, BS).to(tl.float32) * k_along[:, None]
+        channel = first + tl.arange(0, BS)[None, :]
+        mask = inside[:, None] & (channel < K)
+        p_dq = dq + (token * dq_token + i_key * dq_head)[:, None] + channel * dq_channel
+        p_dk = dk + (token * dk_token + i_key * dk_head)[:, None] + channel * dk_channel
+        tl.store(p_dq, (d_q * q_norm[:, None]).to(dq.dtype.element_ty), mask=mask)
+        tl.store(p_dk, (d_k * k_norm[:, None]).to(dk.dtype.element_ty), mask=mask)
+    if BETA or DECAY == 1:
+        for ratio in range(R):
+            i_head = i_key * R + ratio
+            part = (at + ratio) * (2 * BT) + slot
+            p_rows = rows + (at + ratio) * (SLICES * 4 * BT) + slot
+            start = tl.zeros([BT], tl.float32)
+            end = tl.zeros([BT], tl.float32)
+            total = tl.zeros([BT], tl.float32)
+            erased = tl.zeros([BT], tl.float32)
+            for i in range(SLICES):
+                if DECAY == 1:
+                    start += tl.load(p_rows + i * (4 * BT))
+                    end += tl.load(p_rows + i * (4 * BT) + BT)
+                    total += tl.load(p_rows + i * (4 * BT) + 2 * BT)
+                if BETA and DELTA:
+                    erased += tl.load(p_rows + i * (4 * BT) + 3 * BT)
+            if DECAY == 1:
+                total += tl.cumsum(start, 0, reverse=True) + (tl.cumsum(end, 0) - end)
+                total += tl.load(gates + part)
+                if BT > TILE:
+                    total += tl.load(gates + part + BT)
+                p_dg = dg + token * dg_token + i_head * dg_head
+                tl.store(p_dg, total.to(dg.dtype.element_ty), mask=inside)
+            if BETA:
+                strength = tl.load(strengths + part) - erased
+                if BT > TILE:
+                    strength += tl.load(strengths + part + BT)
+                p_dbeta = dbeta + token * dbeta_token + i_head * dbeta_head
+                tl.store(p_dbeta, strength.to(dbeta.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _over_heads(dkeys, at, R, first, BK: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr):
+    """Some channels of `dkeys`, summed over the R value heads of a key head."""
+    place = tl.arange(0, BT)[:, None] * BK + (first + tl.arange(0, BS))[None, :]
+    d_q = tl.zeros([BT, BS], tl.float32)
+    d_k = tl.zeros([BT, BS], tl.float32)
+    for ratio in range(R):
+        p_keys = dkeys + (at + ratio) * (2 * BT * BK) + place
+        d_q += tl.load(p_keys)
+        d_k += tl.load(p_keys + BT * BK)
+    return d_q, d_k

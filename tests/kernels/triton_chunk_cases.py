@@ -1,0 +1,158 @@
+"""The Triton chunk kernels in Triton's interpreter. Run by `test_triton_chunk.py` with TRITON_INTERPRET=1.
+
+The interpreter multiplies no bf16, so here the parts of an operand are float32 tensors that hold bf16's numbers. It
+finds wrong indices, masks, orders and formulas, and says nothing about layouts, races or what a GPU rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from lattn_compile.kernels import chunk, chunk_call, chunk_gradients, chunk_math
+from lattn_compile.kernels.reference import chunk as reference
+from tests.kernels.chunk_calls import Call, make_call
+from tests.kernels.decode_calls import Given
+
+
+@triton.jit
+def _pairs(x):  # type: ignore[no-untyped-def]
+    """bf16's numbers, halves rounded away from zero, in float32."""
+    return ((x.to(tl.int32, bitcast=True) + 0x8000) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exact_operand(x):  # type: ignore[no-untyped-def]
+    return (x.to(tl.float32),)
+
+
+@pytest.fixture(autouse=True)
+def _parts_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_math, "_pairs", _pairs)
+    monkeypatch.setattr(chunk_call, "PART", torch.float32)
+    for module in (chunk_math, chunk_gradients):
+        monkeypatch.setattr(module, "exact_operand", _exact_operand)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "head decay, shared keys, ragged": {"lengths": (66, 0), "key_dim": 20, "value_dim": 20},
+    "channel decay, shared keys, ragged": {"lengths": (34, 0), "decay": "channel", "key_dim": 20, "value_dim": 20},
+    "no decay, channels in two slices": {"lengths": (20,), "ratio": 1, "decay": None, "key_dim": 40},
+    "additive, head decay": {"lengths": (40,), "rule": "additive", "beta": False, "qk_l2norm": False, "ratio": 1},
+    "additive, channel decay": {"lengths": (36,), "rule": "additive", "decay": "channel", "ratio": 1},
+    "a few tokens": {"lengths": (9, 0, 2), "gap": 0, "ratio": 1},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_and_backward_are_the_float64_reference(name: str) -> None:
+    call = make_call(**CASES[name])
+    errors = call.both(chunk).errors(call.exact().both(reference))
+    assert max(errors.values()) <= 5e-6, errors
+
+
+@pytest.mark.parametrize("g", [0.0, -0.01])
+def test_one_repeated_key_holds_the_bounds_of_semantics_8(g: float) -> None:
+    """What an inverse makes of it alternates in sign and cancels: kept in 24 bits only, gradients exceed them."""
+    call = make_call(lengths=(66,), gap=0, ratio=1, one_key=True, strength=1.9)
+    assert call.g is not None
+    call.g.fill_(g)
+    for name, error in call.both(chunk).errors(call.exact().both(reference)).items():
+        assert error <= (5e-6 if name in ("o", "final") else 1e-5), (name, error)
+
+
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_a_reset_clears_the_state_and_leaves_gradients_finite(decay: str) -> None:
+    call = make_call(lengths=(33,), ratio=1, decay=decay)
+    assert call.g is not None
+    call.g[3::7] = -math.inf
+    errors = call.both(chunk).errors(call.exact().both(reference))
+    assert max(errors.values()) <= 5e-6, errors
+
+
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_two_parts_of_an_operand_hold_sixteen_bits(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_call, "LOW", (torch.float16,))
+    call = make_call(lengths=(33,), decay=decay, ratio=1).inputs(torch.float16)
+    want = call.exact().both(reference)
+    got = call.both(chunk)
+    for name, error in got.errors(want).items():
+        own = (want.tensors[name].half().double() - want.tensors[name]).nan_to_num().norm()
+        own = float(own / want.tensors[name].nan_to_num().norm())
+        assert error <= (2e-5 if got.tensors[name].dtype is torch.float32 else 2 * own), (name, error)
+
+
+def test_many_spans_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make_call(lengths=(66,), ratio=1)
+    whole = call.both(chunk)
+    for name, value in (("LEAST_BUDGET", 1), ("GIVEN", 0), ("LEAST_SPAN", 1)):
+        monkeypatch.setattr(chunk_call, name, value)
+    assert whole.same_bits(call.both(chunk)) == []
+
+
+def test_strides_of_any_kind_are_read() -> None:
+    call = make_call(lengths=(12,), gap=0, key_heads=2, ratio=1)
+    strided = call.map(lambda x: x.transpose(0, 1).contiguous().transpose(0, 1))
+    assert not strided.q.is_contiguous()
+    assert call.both(chunk).same_bits(strided.both(chunk)) == []
+
+
+def test_no_tokens_and_no_sequences() -> None:
+    call = make_call(lengths=(0, 0), gap=0)
+    final = call.forward(chunk).tensors["final"]
+    assert final.equal(call.state) and final.data_ptr() != call.state.data_ptr()
+    assert make_call(lengths=(), gap=0).both(chunk).tensors["final"].shape[0] == 0
+
+
+WRITES: dict[str, dict[str, Any]] = {
+    "int8, a tile of two pieces": {"state_format": "int8", "chunk_size": 16, "value_dim": 64},
+    "int8, read after the write": {
+        "state_format": "int8/*x16", "chunk_size": 24, "decay": "channel", "readout": "after_write"
+    },
+    "nvfp4": {"state_format": "nvfp4", "chunk_size": 33, "value_dim": 64, "readout": "after_write"},
+    "fp8 in small tiles": {"state_format": "fp8/8x8", "chunk_size": 16, "readout": "after_write"},
+    "fp16, chunks smaller than a block": {"state_format": "fp16", "chunk_size": 11},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_written_states_are_the_references_and_gradients_pass_straight_through_them(name: str) -> None:
+    call = make_call(lengths=(34,), gap=0, ratio=1, **WRITES[name])
+    want = call.forward(reference)
+    errors = call.forward(chunk).errors(want)
+    assert max(errors.values()) <= 1e-4, errors  # a code may fall the other way
+    errors = call.backward(chunk).errors(_at_its_states(call))
+    assert max(errors.values()) <= 1e-5, errors
+
+
+def _at_its_states(call: Call) -> Any:
+    """Gradients of the float64 reference where every write gives what the kernel wrote there."""
+    size, state, states = call.options["chunk_size"], call.state, []
+    for begin in range(0, int(call.lengths[0]) - size + 1, size):
+        lengths = torch.full_like(call.lengths, size)
+        part = dataclasses.replace(call, state=state, starts=call.starts + begin, lengths=lengths)
+        state = part.forward(chunk).tensors["final"]
+        states.append(state.double())
+    exact = call.exact()
+    given = Given(call.options["quantize"].fmt).using(states)
+    return dataclasses.replace(exact, options=exact.options | {"quantize": given}).backward(reference)
+
+
+def test_a_run_cut_on_its_grid_is_the_uncut_one() -> None:
+    call = make_call(state_format="int8/*x16", chunk_size=20, lengths=(70,), offsets=(7,), gap=0, ratio=1)
+    whole = call.forward(chunk).tensors
+    first = dataclasses.replace(call, lengths=call.lengths * 0 + 33).forward(chunk).tensors
+    rest = dataclasses.replace(
+        call, state=first["final"], starts=call.starts + 33, lengths=call.lengths - 33, offsets=call.lengths * 0
+    ).forward(chunk)  # fmt: skip
+    assert rest.tensors["final"].equal(whole["final"])
+    assert rest.tensors["o"][33:].equal(whole["o"][33:])

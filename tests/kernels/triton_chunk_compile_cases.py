@@ -1,0 +1,111 @@
+"""Every kernel of the chunk form compiled for GPUs that are not here, within budgets. Run by `test_triton_chunk.py`.
+
+LATTN_COMPILE_ALL=1 compiles more shapes and formats, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lattn_compile.formats import parse
+from lattn_compile.formats.quantizer import Quantizer
+from lattn_compile.kernels import chunk, chunk_call
+from tests.kernels.chunk_calls import make_call
+from tests.kernels.offline import TARGETS, Built, build, launches
+
+FULL: dict[str, Any] = {"key_dim": 128, "value_dim": 128, "ratio": 2, "key_heads": 2, "lengths": (200,)}
+ALL = "LATTN_COMPILE_ALL" in os.environ
+SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+"""KiB that a program may have."""
+
+MORE: dict[str, dict[str, Any]] = {
+    "kda": {"decay": "channel"},
+    "kda float32": {"decay": "channel", "dtype": torch.float32},
+    "256": {"key_dim": 256, "value_dim": 256},
+    "256 kda": {"key_dim": 256, "value_dim": 256, "decay": "channel"},
+    "odd": {"key_dim": 7, "value_dim": 5, "rule": "additive"},
+    "int8": {"state_format": "int8", "chunk_size": 32},
+    "int8 of all columns": {"state_format": "int8/*x*", "chunk_size": 64, "readout": "after_write"},
+    "nvfp4": {"state_format": "nvfp4", "chunk_size": 100},
+}
+
+
+def _compiled(
+    target: str, only: tuple[str, ...] = (), dtype: torch.dtype = torch.bfloat16, **more: Any
+) -> dict[str, Built]:
+    call = make_call(**FULL | more).inputs(dtype)
+    found = {}
+    for launch in launches(lambda: call.both(chunk)):
+        if not only or launch.name in only:
+            kept = " again" if launch.constants.get("KEEP") else ""
+            found[launch.name + kept] = build(launch, target)
+    return found
+
+
+def _checked(built: dict[str, Built], target: str) -> None:
+    for name, kernel in built.items():
+        assert kernel.shared <= SHARED[target] * 1024, (name, kernel.shared)
+        # Its operands would be read while the program runs on, which its assembler does not know: see chunk.py.
+        assert "wgmma" not in kernel.text, name
+
+
+def test_no_kernel_has_a_product_that_hopper_reads_late() -> None:
+    built = _compiled("sm_90")
+    _checked(built, "sm_90")
+    for name in (
+        "pairs_head",
+        "solve",
+        "value_operands",
+        "advance",
+        "advance again",
+        "retreat",
+        "grad_updates",
+        "deliver",
+    ):
+        assert built[name].stack == 0, (name, built[name].stack)
+    # A loop over blocks is bound by what one block takes: 176 products of 16 x 8 x 16 a warp, and little besides.
+    assert built["advance"].count("HMMA") == 176
+    assert len(built["advance"].loop) <= 650 and len(built["retreat"].loop) <= 750
+
+
+@pytest.mark.parametrize("target", [t for t in TARGETS if ALL or t != "sm_90"])
+def test_the_kernels_compile_for_every_target(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_call, "shared_memory", lambda device: SHARED[target] * 1024)
+    only = () if ALL else ("pairs_channel", "advance", "grad_levels")
+    _checked(_compiled(target, only, decay="channel"), target)
+
+
+@pytest.mark.skipif(not ALL, reason="takes minutes")
+@pytest.mark.parametrize("name", MORE)
+def test_every_kind_of_call_compiles(name: str) -> None:
+    _checked(_compiled("sm_90", **MORE[name]), "sm_90")
+
+
+def test_what_is_refused_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(key_dim: int = 128, value_dim: int = 128, spec: str | None = None, **more: Any) -> str | None:
+        return chunk.supports(
+            device=more.pop("device", torch.device("cuda")),
+            dtype=more.pop("dtype", torch.float32),
+            key_dim=key_dim,
+            value_dim=value_dim,
+            quantize=None if spec is None else Quantizer(parse(spec), **more),
+        )
+
+    for sizes in ((1, 1), (7, 5), (128, 128), (256, 256)):
+        assert reason(*sizes) is None
+    assert "cpu" in str(reason(device=torch.device("cpu")))
+    assert "float64" in str(reason(dtype=torch.float64))
+    assert "257" in str(reason(257))
+    monkeypatch.setattr(chunk, "WRITES", frozenset({"int8"}))
+    assert reason(spec="int8") is None
+    assert "fp8" in str(reason(spec="fp8"))
+    assert "stochastic" in str(reason(spec="int8", rounding="stochastic"))
+    assert "hadamard_k" in str(reason(spec="int8", rotation="hadamard_k"))
+    assert "block_v = 48" in str(reason(spec="int8/*x48"))
+    assert "fit" in str(reason(256, 256, spec="int8/*x*"))
