@@ -1,4 +1,4 @@
-"""Every use of torch's private interfaces, in one place, with what it stands on.
+"""Every use of torch's private interfaces by the backend, with what it stands on; tracing is in `_torch_trace`.
 
 Tested on torch 2.11 to 2.13. When a torch release moves something, this file and nothing else changes.
 """
@@ -7,41 +7,24 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
+from torch import fx
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, disable_functional_mode
-from torch.fx.experimental.proxy_tensor import (
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    make_fx,
-    maybe_enable_thunkify,
-    track_tensor_tree,
-)
-from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
-from torch.fx.traceback import preserve_node_meta
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lattn_compile.errors import LattnError
+from lattn_compile.lowering._torch_trace import Untraceable, set_grad_enabled, trace_before_autograd
 
 BACKEND = "lattn_compile"
 
 __all__ = [
     "BACKEND",
     "CacheIdentity",
-    "FunctionalTrace",
     "Untraceable",
     "before_every_trace",
     "compile_with_inductor",
@@ -50,6 +33,7 @@ __all__ = [
     "dynamo_counters",
     "inductor_options",
     "module_path",
+    "set_grad_enabled",
     "trace_before_autograd",
     "traced_modules",
 ]
@@ -228,11 +212,50 @@ def module_path(raw: str) -> str:
     return path.strip(".")
 
 
-def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
-    """AOTAutograd and Inductor on `gm`, which is taken over. (`torch._inductor.compile_fx.compile_fx`)"""
-    from torch._inductor.compile_fx import compile_fx
+def compile_with_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any], decompositions: dict[Any, Callable[..., Any]]
+) -> Callable[..., Any]:
+    """AOTAutograd and Inductor on `gm`, which is taken over. (`torch._inductor.compile_fx.compile_fx`)
 
-    return compile_fx(gm, inputs, config_patches=patches)  # type: ignore[return-value]
+    `decompositions` stand beside Inductor's own, for this graph alone.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
+
+    for op in decompositions:
+        _keep_as_call(op)
+    with config.patch(patches):
+        table = _Decompositions({**select_decomp_table(), **decompositions})
+    return compile_fx(gm, inputs, config_patches=patches, decompositions=table)  # type: ignore[return-value]
+
+
+class _Decompositions(dict[Any, Callable[..., Any]]):
+    """A table that stands in a cache key by name: functions have none there, and a key that cannot be made is no cache
+    at all. What the table is follows from the config and the source hash of `CacheIdentity`, both in the key."""
+
+    def __reduce__(self) -> Any:
+        return str, ("decompositions of lattn_compile",)
+
+
+def _keep_as_call(op: Any) -> None:
+    """An op that a decomposition declined is called, as it would be without one: Inductor refuses to do that by itself.
+    (`torch._inductor.lowering.make_fallback`)"""
+    from torch._inductor import lowering
+
+    if op not in lowering.lowerings:
+        constraint = lowering.tag_to_layout_constraint(lowering.get_layout_constraint_tag(op, with_default=True))
+        lowering.make_fallback(op, layout_constraint=constraint, warn=False, override_decomp=True)
+
+
+def without_mutation(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`function` of one tensor, its in-place operations traced as ones that return. (`functional_tensor`)
+
+    What a decomposition traces must be functional, and AOTAutograd has functionalized what called it, not it.
+    """
+    from torch._subclasses.functional_tensor import dispatch_functionalize
+
+    return dispatch_functionalize(function)
 
 
 def inductor_options(mode: str | None, dynamic: bool | None = None) -> dict[str, Any]:
@@ -289,286 +312,3 @@ def configured_post_grad_pass(patches: dict[str, Any]) -> Any | None:
     from torch._inductor import config
 
     return patches.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
-
-
-class Untraceable(Exception):
-    """A graph has no functional counterpart before autograd, and why in words."""
-
-
-@dataclass
-class FunctionalTrace:
-    """One graph traced again, functional: `passes.normalize.Trace`."""
-
-    module: fx.GraphModule
-    inputs: list[fx.Node]
-    outputs: list[fx.Node]
-    written: dict[int, bool]
-    aliases: bool
-    gradients: bool
-    training: bool
-
-
-class _BeforeAutograd(FunctionalTensorMode):
-    """Functionalization before autograd that keeps composite ops (matmul, einsum, training dropout) whole.
-
-    Taking writes away before autograd is sound only where autograd saw them: a write that was hidden from it (under
-    `no_grad`, or through `detach`) into memory that it differentiates through would cut or redirect gradients. Values
-    of a trace do not know whether they are differentiated, so that is followed here, by memory.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(pre_dispatch=True, export=True)
-        self.writes = 0
-        self.differentiated: set[StorageWeakRef] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not isinstance(func, OpOverload):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        if func is torch.ops.aten.dropout.default and not (args[2] and args[1] > 0):
-            return args[0]
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, FunctionalTensor)]
-        if func._schema.is_mutable:
-            self._check_write(func, args, kwargs or {})
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.differentiated:
-            self._follow(func, given, [x for x in tree_leaves(out) if isinstance(x, FunctionalTensor)])
-        return out
-
-    def _follow(self, func: OpOverload, given: list[Any], out: list[Any]) -> None:
-        tracked = torch.is_grad_enabled() and any(
-            _memory(x) in self.differentiated and not hasattr(x, "_hidden") for x in given
-        )
-        if tracked and func is not torch.ops.aten.detach.default:
-            self.differentiated.update(_memory(x) for x in out if x.is_floating_point() or x.is_complex())
-            return
-        for x in out:
-            if _memory(x) in self.differentiated and not any(x is y for y in given):
-                x._hidden = True  # a view that autograd does not follow
-
-    def _check_write(self, func: OpOverload, args: Any, kwargs: Any) -> None:
-        self.writes += 1
-        for i, a in enumerate(func._schema.arguments):
-            if a.alias_info is None or not a.alias_info.is_write:
-                continue
-            for x in tree_leaves(args[i] if i < len(args) else kwargs.get(a.name)):
-                if not isinstance(x, FunctionalTensor) or _memory(x) not in self.differentiated:
-                    continue
-                if not torch.is_grad_enabled() or hasattr(x, "_hidden"):
-                    raise Untraceable(f"{func} writes, hidden from autograd, into a tensor that is differentiated")
-
-
-def _memory(x: FunctionalTensor) -> StorageWeakRef:
-    return StorageWeakRef(x.elem.untyped_storage())
-
-
-def _functional_copy_op(detach: bool, self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
-    """`aten.copy` in ops that have a derivative: `src` in the dtype, shape and layout of `self`.
-
-    `detach`: where gradients are off, `src` itself must not carry them past the copy.
-    """
-    if src.dtype != self.dtype or src.device != self.device:
-        src = torch.ops.aten._to_copy(src, dtype=self.dtype, device=self.device)
-    elif not torch.is_grad_enabled() and src.is_floating_point() and detach:
-        src = src.detach()
-    if list(src.shape) != list(self.shape):
-        src = src.expand(self.shape)
-    # Views of what was written to are taken of this value; where it is no view itself, it is laid out densely.
-    if src.stride() != self.stride() and self.is_contiguous():
-        src = src.clone(memory_format=torch.contiguous_format)
-    return src
-
-
-class _Retrace(PropagateUnbackedSymInts):
-    """Runs a graph under the tracer. Tensors it holds are inputs of the trace; regions are recorded as they are."""
-
-    def __init__(
-        self, module: fx.GraphModule, held: dict[str, Any], regions: Mapping[fx.Node, Any], outputs: list[fx.Node]
-    ) -> None:
-        super().__init__(module)
-        self.held, self.regions, self.outputs = held, regions, outputs
-        self._node: fx.Node | None = None
-
-    @staticmethod
-    def _fresh(node: fx.Node) -> Any:
-        """The region's outputs, as new fake tensors: the tracer knows tensors by identity."""
-        value = node.meta.get("val", node.meta.get("example_value"))
-        if value is None:
-            raise Untraceable(f"the region {node.name} has no example value")
-        return tree_map_only(Tensor, _new_fake, value)
-
-    def run_node(self, n: fx.Node) -> Any:
-        self._node = n
-        return super().run_node(n)
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self.held[target] if target in self.held else super().get_attr(target, args, kwargs)
-
-    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return [self.env[node] for node in self.outputs]
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        node = self._node
-        if node is None or node not in self.regions:
-            return super().call_function(target, args, kwargs)
-        proxies = get_proxy_mode()
-        assert proxies is not None
-        tracer: Any = proxies.tracer
-        names = {id(self.fetch_attr(name)): (name, body) for name, body in self.regions[node].items()}
-
-        def recorded(x: Any) -> Any:
-            if id(x) in names:
-                name, body = names[id(x)]
-                if not hasattr(tracer.root, name):
-                    tracer.root.register_module(name, body)
-                return tracer.create_proxy("get_attr", name, (), {})
-            if isinstance(x, FunctionalTensor):
-                x = x.from_functional()
-            return tracer.unwrap_proxy(x)
-
-        args, kwargs = tree_map(recorded, (args, kwargs))
-        with disable_proxy_modes_tracing(), disable_functional_mode():
-            out = self._fresh(node)
-        track_tensor_tree(out, tracer.create_proxy("call_function", target, args, kwargs), constant=None, tracer=tracer)
-        return tree_map_only(Tensor, FunctionalTensor.to_functional, out)
-
-
-def _new_fake(x: Any, mode: FakeTensorMode | None = None) -> Any:
-    """A fake tensor with memory of its own, otherwise like the fake `x`."""
-    if is_traceable_wrapper_subclass(x) or x.layout is not torch.strided or not isinstance(x, FakeTensor):
-        raise Untraceable(f"a tensor is a {type(x).__name__} of layout {x.layout}")
-    with mode or x.fake_mode:
-        return torch.empty_strided(
-            x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad and x.is_leaf
-        )
-
-
-def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
-    return functools.reduce(getattr, str(node.target).split("."), module)
-
-
-def _fakes(inputs: Sequence[fx.Node], module: fx.GraphModule) -> tuple[FakeTensorMode, list[Any]]:
-    """One fake mode, and the value of each input in it."""
-    values = [n.meta.get("val", n.meta.get("example_value")) if n.op == "placeholder" else None for n in inputs]
-    modes = [x.fake_mode for x in tree_leaves(values) if isinstance(x, FakeTensor)]
-    mode = next((m for m in modes if m.shape_env is not None), modes[0] if modes else FakeTensorMode())
-
-    def own(x: Any) -> Any:
-        if is_traceable_wrapper_subclass(x) or x.layout is not torch.strided:
-            raise Untraceable(f"an input is a {type(x).__name__} of layout {x.layout}")
-        if isinstance(x, FakeTensor):
-            return x if x.fake_mode is mode else _new_fake(x, mode)
-        return mode.from_tensor(x, static_shapes=True)
-
-    for i, node in enumerate(inputs):
-        if node.op == "get_attr":
-            values[i] = _attribute(module, node)
-        elif isinstance(values[i], FakeTensor):
-            values[i] = _as_given(node, values[i])
-    return mode, tree_map_only(Tensor, own, values)
-
-
-def _as_given(placeholder: fx.Node, fake: Any) -> Any:
-    """The fake input of a Dynamo graph as autograd knew the real one: Dynamo ran the graph's own writes on the fake."""
-    try:
-        real = getattr(placeholder.meta.get("grapharg"), "example", None)
-    except (AssertionError, RuntimeError):  # the input is gone
-        return fake
-    if not isinstance(real, Tensor) or real.requires_grad or not fake.requires_grad:
-        return fake
-    with fake.fake_mode:
-        return fake.detach()
-
-
-def trace_before_autograd(
-    module: fx.GraphModule, regions: Mapping[fx.Node, Any], aliasing: frozenset[fx.Node]
-) -> FunctionalTrace:
-    """`passes.normalize.Hooks.trace`. (`make_fx(pre_dispatch=True)` over `FunctionalTensorMode(pre_dispatch=True)`)"""
-    inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
-    held: dict[str, fx.Node] = {}
-    for node in module.graph.nodes:
-        # A literal of the code (`torch.tensor(...)`) is no state: it is made anew at every run.
-        literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
-        if node.op == "get_attr" and not literal and isinstance(_attribute(module, node), Tensor):
-            held.setdefault(str(node.target), node)
-    inputs += held.values()
-    output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
-    outputs = list(dict.fromkeys(x for x in tree_leaves(output.args[0]) if isinstance(x, fx.Node)))
-    fake_mode, values = _fakes(inputs, module)
-    shape_env = fake_mode.shape_env
-    pending = list(shape_env.pending_fresh_unbacked_symbols) if shape_env is not None else []
-    mode = _BeforeAutograd()
-    training = torch.is_grad_enabled() and any(x.requires_grad for x in values if isinstance(x, Tensor))
-    written: dict[int, bool] = {}
-    aliases = bool(aliasing)
-
-    def run(*args: Any) -> Any:
-        nonlocal aliases
-        not_above = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
-        with maybe_enable_thunkify(), not_above:
-            functional = [FunctionalTensor.to_functional(x) if isinstance(x, Tensor) else x for x in args]
-            tensors = {i: x for i, x in enumerate(functional) if isinstance(x, FunctionalTensor)}
-            mode.differentiated.update(_memory(x) for x in tensors.values() if x.requires_grad)
-            owners = {_memory(x): i for i, x in tensors.items()}
-            placeholders = len(functional) - len(held)
-            retrace = _Retrace(module, dict(zip(held, functional[placeholders:], strict=True)), regions, outputs)
-            results = retrace.run(*functional[:placeholders], enable_io_processing=False)
-            if mode.writes and aliasing:
-                raise Untraceable("it writes to tensors, and outputs of a region may share memory with its inputs")
-            written.update(_written(args, tensors))
-
-            def returned(x: Any) -> Any:
-                nonlocal aliases
-                owner = owners.get(_memory(x))
-                aliases = aliases or owner is not None
-                return x.from_functional() if owner not in written else _view_of(args[owner], tensors[owner], x)
-
-            new = [tensors[i].from_functional() for i in written]
-            return [tree_map_only(FunctionalTensor, returned, x) for x in results] + new
-
-    try:
-        with preserve_node_meta(), fake_mode, enable_python_dispatcher(), mode:
-            traced = make_fx(
-                run,
-                decomposition_table={torch.ops.aten.copy.default: functools.partial(_functional_copy_op, training)},
-                pre_dispatch=True,
-                _disable_torch_fn_metadata_mode=True,
-            )(*values)
-    except Exception:
-        if shape_env is not None:
-            shape_env.pending_fresh_unbacked_symbols[:] = pending
-        raise
-    return FunctionalTrace(traced, inputs, outputs, written, aliases, torch.is_grad_enabled(), training)
-
-
-def _written(args: Sequence[Any], tensors: Mapping[int, FunctionalTensor]) -> dict[int, bool]:
-    """Inputs that a trace wrote to, and whether all of that was without autograd."""
-    written = {}
-    for i, x in tensors.items():
-        if torch._functionalize_was_storage_changed(x.elem) or torch._functionalize_has_metadata_mutation(x.elem):
-            raise Untraceable("it changes the shape or the storage of an input in place")
-        if not torch._functionalize_has_data_mutation(x.elem):  # type: ignore[attr-defined]
-            continue
-        memory = StorageWeakRef(args[i].untyped_storage())
-        if any(j != i and StorageWeakRef(args[j].untyped_storage()) == memory for j in tensors):
-            raise Untraceable("it writes to an input that shares memory with another")
-        written[i] = torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode(x.elem)
-    return written
-
-
-def _view_of(base: Tensor, written: FunctionalTensor, output: FunctionalTensor) -> Tensor:
-    """`output`, which shares memory with an input that was written to, as a view of that input."""
-    if output is written:
-        return base
-    x = output.from_functional()
-    if x.dtype != base.dtype:
-        raise Untraceable("an output is a view, in another dtype, of an input that is written to")
-    if (
-        list(x.shape) == list(base.shape)
-        and x.stride() == base.stride()
-        and x.storage_offset() == base.storage_offset()
-    ):
-        return base
-    return base.as_strided(x.shape, x.stride(), x.storage_offset())
-
-
-set_grad_enabled = torch._C._set_grad_enabled  # as graphs of Dynamo and of export before dispatch spell it

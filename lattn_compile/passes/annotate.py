@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import fx
 
@@ -13,6 +15,8 @@ from lattn_compile.policy import Exact, Policy, Recipe
 
 
 def run(context: PassContext) -> None:
+    for site in context.packed:
+        _packed(site, context.recipe or site.recipe)
     hits: dict[int, set[int]] = {}
     for site in context.sites:
         recipe = context.recipe or site.recipe
@@ -34,14 +38,29 @@ def run(context: PassContext) -> None:
         if site.policy is None:
             site.reason = reason("NO_RULE" if site.rule_index is None else "RULE_NONE")
             continue
+        asked = site.policy
+        if site.all_prefix and asked.storage == "packed":
+            # Exact prefill, as under any policy; a packed cache takes over what it leaves.
+            site.policy = dataclasses.replace(asked, storage="emulated")
         site.policy.require_built()
-        site.reason = obstacle(site, site.policy) or _disagreement(site, site.policy, recipe)
+        site.reason = obstacle(site, asked) or _disagreement(site, asked, recipe)
     if context.recipe is not None and (context.sites or context.left_alone):
         # An attached recipe's rules were checked against all modules when it was attached.
         left_alone = {left.rule_index for left in context.left_alone if left.rule_index is not None}
         _warn_about_idle_rules(context, context.recipe, hits.get(id(context.recipe), set()) | left_alone)
     _warn_about_missing_phase(context)
     _warn_about_packed_convolutions(context)
+
+
+def _packed(site: SiteNode, recipe: Recipe | None) -> None:
+    """A packed state has its policy from whoever made it; a recipe can only agree."""
+    site.policy = dataclasses.replace(Policy.from_op(site.arguments), storage="packed")
+    if recipe is None:
+        return
+    site.rule_index, asked = recipe.resolve(site.id)
+    same = None if asked is None else dataclasses.replace(asked, storage="emulated", kernel=site.policy.kernel)
+    if same is None or dataclasses.replace(Policy.from_op(same.op_kwargs()), storage="packed") != site.policy:
+        site.reason = reason("PACKED_STATE", f"{site.policy}")
 
 
 def _rounds_of_its_own(site: SiteNode, asked: Policy | None) -> bool:
@@ -67,7 +86,7 @@ def obstacle(site: SiteNode, policy: Policy) -> Reason | None:
         dtype = value.dtype
         if dtype not in (torch.float32, torch.float64):
             return reason("STATE_DTYPE", f"the initial state is {dtype}")
-    if (state is not None or site.used(1)) and not policy.rewrites_alike:
+    if (state is not None or site.used(1)) and not policy.rewrites_alike and policy.storage != "packed":
         return reason("DENSE_CACHE", f"the policy is {policy!r}")
     shape_k, shape_v = shape_of(site.arguments["k"]), shape_of(site.arguments["v"])
     if shape_k is not None and shape_v is not None:
@@ -92,7 +111,7 @@ def _warn_about_idle_rules(context: PassContext, recipe: Recipe, hit: set[int]) 
         if glob != "*" and index not in hit:
             known = {s.path for s in context.sites} | {left.path for left in context.left_alone}
             paths = ", ".join(sorted(path or "<root>" for path in known))
-            context.warnings.append(
+            context.idle_rules[index] = (
                 f"recipe rule {index} ({glob!r}) matched no site of this graph; its sites: {paths}. "
                 "Paths are relative to the compiled module; lc.attach(model, recipe) gives them in full."
             )

@@ -8,7 +8,9 @@ Three tracers have to be reached, each in its own way:
   backend it traces a copy of the original.
 * Non-strict export runs Python, so while `capture()` is active the function's code object is swapped for a
   trampoline. That too reaches every bound reference, and it is undone on exit.
-* Everyone else (eager, other backends) is not affected.
+* Everyone else (eager, other backends) is not affected. One exception: a call with a `QuantizedState` is one that the
+  library itself cannot make, so it becomes the op on the packed tensors under every tracer, and, once `serve_eagerly()`
+  was called, in eager code.
 
 The captured node is the *exact* op: it means what the library function means. Policies are put on it later.
 """
@@ -32,6 +34,7 @@ from torch import Tensor
 import lattn_compile.ops  # noqa: F401  (registers the ops that capture emits)
 from lattn_compile import functional, phase
 from lattn_compile.errors import LattnWarning
+from lattn_compile.packed import serving
 from lattn_compile.recurrence import BY_NAME, KINDS, KnownCall, Recurrence
 from lattn_compile.recurrence.linear import normalize as normalize_output
 
@@ -93,7 +96,7 @@ class Hooks:
     `compiling_for_us()` says whether the trace now running was started by our backend; `attached()` returns the
     attached site and recipe of the module being traced, guarding the trace on them, and `attached_root()` those of the
     module that was handed to the compiler, once it has been traced; `left_alone(key, kind)` says that
-    the recipe in force leaves the call being traced alone; `rule_number(kind)` is the number of its rule;
+    the recipe in force leaves the call being traced alone; `rule_number(kind)` numbers what its rule asks for;
     `current_compile()` says which trace is running; `say_refused(refused)` tells the user of a call not captured.
     """
 
@@ -129,6 +132,7 @@ class _Known:
     function: types.FunctionType
     code: types.CodeType
     copy: types.FunctionType = field(init=False)
+    trampolines: dict[str, types.CodeType] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         f = self.function
@@ -141,6 +145,7 @@ class _Known:
 
 _KNOWN: dict[int, _Known] = {}
 _ACTIVE_CAPTURES = 0
+_SERVING = False  # whether eager calls are looked at for packed states
 
 
 def _modules(pattern: str) -> Iterator[types.ModuleType]:
@@ -178,6 +183,8 @@ def install() -> None:
             torch.compiler.substitute_in_graph(function, skip_signature_check=True)(_stand_in(known))
             if _ACTIVE_CAPTURES:
                 _swap(known)
+            elif _SERVING:
+                _rest(known)
 
 
 @torch.compiler.assume_constant_result
@@ -211,8 +218,8 @@ def _remember(key: str, kind: str, attached: tuple[str, str] | None, recipe: Any
 
 @torch.compiler.assume_constant_result
 def _rule_number(kind: str) -> int:
-    """The rule of the call being traced. It goes into the node: Dynamo merges the bodies of equal regions, and layers
-    that differ in their rule alone would look equal to it."""
+    """What the recipe asks of the call being traced, as a number. It goes into the node: Dynamo merges the bodies of
+    equal regions, and layers that differ in their policy alone would look equal to it."""
     return HOOKS.rule_number(kind)
 
 
@@ -241,6 +248,8 @@ def _stand_in(known: _Known) -> Callable[..., Any]:
     key, kind, form, adapter, copy = known.key, known.kind, known.call.form, known.call.adapter, known.copy
 
     def captured(*args: Any, **kwargs: Any) -> Any:
+        if serving.carries(args, kwargs):
+            return _serve(key, kind, form, adapter(*args, **kwargs), _open_site(key, kind))
         if not _captures(key, kind):
             return copy(*args, **kwargs)
         call = adapter(*args, **kwargs)
@@ -287,35 +296,72 @@ def emit(call: Recurrence, kind: str, form: str, tag: str, site_id: int = 0) -> 
     return o, final_state
 
 
+def _serve(key: str, kind: str, form: str, call: Recurrence | str, tag: str) -> tuple[Tensor, Any]:
+    """The op on packed tensors for one recurrence call."""
+    if isinstance(call, str):
+        raise serving.refuse_call(key, call)
+    with torch.fx.traceback.annotate({META: tag}):
+        return serving.serve(call, name=key, rule=BY_NAME[kind].rule, form=form)
+
+
 def run_captured(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a swapped function runs while `capture()` is active."""
     known = _KNOWN[index]
     call = known.call.adapter(*args, **kwargs)
+    if serving.carries(args, kwargs):
+        return _serve(known.key, known.kind, known.call.form, call, f"{known.kind}:{known.key}")
     if isinstance(call, str):
         _NOT_CAPTURED.setdefault(known.key, Refused(known.key, call))
         return known.copy(*args, **kwargs)
     return emit(call, known.kind, known.call.form, f"{known.kind}:{known.key}")
 
 
-def _trampoline(known: _Known) -> types.CodeType:
-    """Code that calls `run_captured`, closing over the same number of cells as the function it stands in for."""
+def run_served(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a known function runs in eager code once `serve_eagerly` was called."""
+    known = _KNOWN[index]
+    if not serving.carries(args, kwargs):
+        return known.copy(*args, **kwargs)
+    return _serve(known.key, known.kind, known.call.form, known.call.adapter(*args, **kwargs), "")
+
+
+def serve_eagerly() -> None:
+    """From now on, known functions called in eager code take a packed state. For the whole process, and for good."""
+    global _SERVING
+    install()
+    with _LOCK:
+        _SERVING = True
+        if _ACTIVE_CAPTURES == 0:
+            for known in _KNOWN.values():
+                _rest(known)
+
+
+def _trampoline(known: _Known, runner: str) -> types.CodeType:
+    """Code that calls `runner`, closing over the same number of cells as the function it stands in for."""
+    if runner in known.trampolines:
+        return known.trampolines[runner]
     cells = known.code.co_freevars
     keep = f"        ({', '.join(cells)},)\n" if cells else ""
     source = (
         f"def outer({', '.join(cells)}):\n"
         "    def captured(*args, **kwargs):\n"
         f"{keep}"
-        "        from lattn_compile.passes.capture import run_captured\n"
-        f"        return run_captured({id(known.function)}, args, kwargs)\n"
+        f"        from lattn_compile.passes.capture import {runner}\n"
+        f"        return {runner}({id(known.function)}, args, kwargs)\n"
         "    return captured\n"
     )
     scope: dict[str, Any] = {}
     exec(compile(source, "<lattn_compile capture>", "exec"), scope)
-    return scope["outer"](*cells).__code__
+    code: types.CodeType = scope["outer"](*cells).__code__
+    return known.trampolines.setdefault(runner, code)
 
 
 def _swap(known: _Known) -> None:
-    known.function.__code__ = _trampoline(known)
+    known.function.__code__ = _trampoline(known, "run_captured")
+
+
+def _rest(known: _Known) -> None:
+    """What the function runs while nothing is captured."""
+    known.function.__code__ = _trampoline(known, "run_served") if _SERVING else known.code
 
 
 @contextlib.contextmanager
@@ -357,6 +403,6 @@ def capturing() -> Iterator[list[Refused]]:
             _ACTIVE_CAPTURES -= 1
             if _ACTIVE_CAPTURES == 0:
                 for known in _KNOWN.values():
-                    known.function.__code__ = known.code
+                    _rest(known)
                 refused += _NOT_CAPTURED.values()
                 _NOT_CAPTURED.clear()

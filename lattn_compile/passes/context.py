@@ -84,11 +84,13 @@ class PassContext:
         training: whether the graph will be differentiated.
         left_alone, refused: known calls that were not captured while this graph was traced.
         warnings: what would otherwise be silent.
+        idle_rules: by number, rules of `recipe` without a site here, in words.
         verify: whether rewrites of spelled-out recurrences are checked in float64 first.
         proposals: spelled-out recurrences, by the op that stands for them. misses: what looked like one.
         unsearched: parts of the graph that could not be searched for them, and why.
         live: whether the graph will be run by the backend, which hands in the phase that is active then.
         resumed: whether it is the rest of a frame behind a graph break.
+        packed: recurrences whose ops stand on packed states (`QuantizedState`), as captured; only the report sees them.
         appended: by name, the fake values of the phase's tensors that became inputs at the end of the graph, in order.
     """
 
@@ -98,7 +100,9 @@ class PassContext:
     left_alone: list[LeftAlone] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
     sites: list[SiteNode] = field(default_factory=list)
+    packed: list[SiteNode] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    idle_rules: dict[int, str] = field(default_factory=dict)
     verify: bool = True
     proposals: dict[fx.Node, Proposal] = field(default_factory=dict)
     misses: list[NearMiss] = field(default_factory=list)

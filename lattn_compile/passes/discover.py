@@ -15,6 +15,7 @@ from torch import fx
 from lattn_compile.errors import reason
 from lattn_compile.passes import capture
 from lattn_compile.passes.context import PassContext
+from lattn_compile.passes.devmap import without_vmap
 from lattn_compile.passes.normalize import functional_copy
 from lattn_compile.passes.recognize import module_path_of
 from lattn_compile.passes.spelled.aten import widens
@@ -32,9 +33,10 @@ MAX_TEXT = 400  # lines of a site's subgraph that go into the report
 
 
 def run(context: PassContext) -> None:
-    if not may_hold_a_recurrence(context.module):
+    module = without_vmap(context.module)
+    if not may_hold_a_recurrence(module):
         return
-    copy = functional_copy(context.module)
+    copy = functional_copy(module)
     context.unsearched = copy.refused
     try:
         found = search(copy.graphs)

@@ -17,7 +17,7 @@ import re
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -25,6 +25,9 @@ from torch.export import ExportedProgram
 
 from lattn_compile.errors import Reason, reason
 from lattn_compile.passes.context import bodies_of, value_of
+
+if TYPE_CHECKING:
+    from lattn_compile.lowering._torch_trace import Trace
 
 aten = torch.ops.aten
 
@@ -46,33 +49,11 @@ class FunctionalCopy:
     refused: list[tuple[str, Reason]] = field(default_factory=list)
 
 
-class Trace(Protocol):
-    """One graph traced again, functional. What the pass makes its copy from.
-
-    Attributes:
-        module: takes a value for each of `inputs`; returns the outputs, then the new values of `written`.
-        inputs: placeholders of the traced graph, in order, then one node of each tensor it holds (`get_attr`).
-        outputs: nodes that the traced graph returns, each once.
-        written: positions of inputs that were written to, and whether all of that happened without autograd.
-        aliases: whether an output is, or is a view of, an input.
-        gradients: whether gradients are on where the graph begins (and ends).
-        training: whether they are, and an input has one.
-    """
-
-    module: fx.GraphModule
-    inputs: list[fx.Node]
-    outputs: list[fx.Node]
-    written: dict[int, bool]
-    aliases: bool
-    gradients: bool
-    training: bool
-
-
 class NotNormalized(Exception):
     """A graph has no functional counterpart, and why in words."""
 
 
-def _no_tracer(module: fx.GraphModule, regions: Mapping[fx.Node, Any], aliasing: frozenset[fx.Node]) -> Trace:
+def _no_tracer(*args: Any) -> Trace:
     raise NotNormalized("no tracer is wired in")
 
 
@@ -80,12 +61,14 @@ def _no_tracer(module: fx.GraphModule, regions: Mapping[fx.Node, Any], aliasing:
 class Hooks:
     """The tracer, set by the backend: only it may use torch's internals.
 
-    `trace(module, regions, aliasing)` traces `module` again; nodes in `regions` are recorded as they are, with their
-    bodies replaced by the ones given by name; outputs of those in `aliasing` may share memory with their inputs.
+    `trace(module, regions, aliasing, writes, known)` traces `module` again; nodes in `regions` are recorded as they
+    are, with their bodies replaced by the ones given by name; outputs of those in `aliasing` may share memory with
+    their inputs; `writes` are the nodes that may write, and to what; in `known` it keeps what it learned of calls for
+    the next graph.
     It raises `untraceable`, with a reason in words. `set_grad_enabled` is the function by which a graph says so.
     """
 
-    trace: Callable[[fx.GraphModule, Mapping[fx.Node, Any], frozenset[fx.Node]], Trace] = _no_tracer
+    trace: Callable[..., Trace] = _no_tracer
     untraceable: type[Exception] = NotNormalized
     set_grad_enabled: Callable[[bool], Any] = torch.set_grad_enabled
 
@@ -144,6 +127,7 @@ class _Copier:
         self.graphs: list[fx.GraphModule] = []
         self.refused: list[tuple[str, Reason]] = []
         self._made: dict[int, _Made] = {}
+        self._known: dict[Any, Any] = {}  # the tracer's
 
     def copy_of(self, module: fx.GraphModule, name: str) -> _Made:
         """The copy of one graph; a body that several regions share is copied once."""
@@ -180,7 +164,8 @@ class _Copier:
             if any(m.aliases for m in made.values()):
                 aliasing.add(node)
             regions[node] = {attr: m.module for attr, m in made.items()}
-        return HOOKS.trace(module, regions, frozenset(aliasing))
+        writes = {n: _written_by(n) for n in module.graph.nodes if _may_write(n)}
+        return HOOKS.trace(module, regions, frozenset(aliasing), writes, self._known)
 
     def _body(self, kind: str, body: fx.GraphModule, name: str) -> _Made:
         if kind in _UNITS:
@@ -295,6 +280,19 @@ def _may_write(node: fx.Node) -> bool:
     return own or inplace or "out" in node.kwargs or name.endswith("_")
 
 
+def _written_by(node: fx.Node) -> list[fx.Node]:
+    """What a node that may write may write to."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        named = zip(node.target._schema.arguments, node.args, strict=False)
+        where = [x for a, x in named if a.alias_info is not None and a.alias_info.is_write]
+        found: list[fx.Node] = []
+        fx.map_arg((where, node.kwargs), found.append)
+        return found
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    first = name.endswith("_") or name == "setitem" or node.kwargs.get("inplace") is True
+    return [node.args[0]] if first and isinstance(node.args[0], fx.Node) else node.all_input_nodes
+
+
 def _assemble(original: fx.GraphModule, trace: Trace) -> fx.GraphModule:
     """The graph that was traced, with the original's inputs, tensors and output structure, and writes at its end."""
     graph = fx.Graph()
@@ -328,8 +326,9 @@ def _assemble(original: fx.GraphModule, trace: Trace) -> fx.GraphModule:
             read = env if node.target in _AS_THEY_ARE else ChainMap(reads, env)
             args, kwargs = fx.map_arg((node.args, node.kwargs), read.__getitem__)
             # Not the traced name: it counts what has been dropped.
-            env[node] = graph.create_node(node.op, node.target, args, kwargs, _NUMBER.sub("", node.name))
-            env[node].meta = dict(node.meta)
+            # fx looks through arguments that are given with the call for longer than all the rest takes.
+            new = env[node] = graph.create_node(node.op, node.target, name=_NUMBER.sub("", node.name))
+            new.args, new.kwargs, new.meta = args, kwargs, dict(node.meta)
     results = fx.map_arg(list(results), env.__getitem__)
     outputs = dict(zip(trace.outputs, results, strict=False))
     if trace.training:
@@ -340,7 +339,8 @@ def _assemble(original: fx.GraphModule, trace: Trace) -> fx.GraphModule:
     output.meta = dict(old_output.meta)
     graph.set_codegen(copy.deepcopy(original.graph._codegen))
     graph.lint()
-    made = fx.GraphModule(attributes, graph, type(original).__name__)
+    kind = type(original).__bases__[0]  # Dynamo's write their code when someone asks for it
+    made = (kind if issubclass(kind, fx.GraphModule) else fx.GraphModule)(attributes, graph, type(original).__name__)
     made.training = original.training
     made.meta.update(original.meta)
     for name, value in vars(original).items():

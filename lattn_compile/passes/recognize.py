@@ -16,7 +16,11 @@ from lattn_compile.passes import capture
 from lattn_compile.passes.context import PassContext, SiteNode, bodies_of, graph_modules_of, nodes_of, shape_of
 from lattn_compile.recurrence import classify
 
-_OPS = {"lattn::chunk": "chunk", "lattn::decode": "recurrent", "lattn::replay": "recurrent"}
+_PACKED = ("lattn::decode_", "lattn::replay_")  # in place, on packed states: captured with their policy
+_OPS = {
+    "lattn::chunk": "chunk",
+    **dict.fromkeys(("lattn::decode", "lattn::replay", *_PACKED), "recurrent"),
+}
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
 
@@ -36,7 +40,7 @@ def run(context: PassContext) -> None:
         number = counts[key] = counts.get(key, -1) + 1
         site.id = f"{site.path}/{site.kind.name}#{number}"
         site.other_paths = _other_paths(site.path, module_path_of(node), shared.get(id(node.graph), []))
-        context.sites.append(site)
+        (context.packed if overload._schema.name in _PACKED else context.sites).append(site)
 
 
 def _attach(site: SiteNode) -> None:

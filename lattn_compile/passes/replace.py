@@ -62,8 +62,8 @@ def _choose(site: SiteNode) -> tuple[Any, dict[str, Any]]:
         return torch.ops.lattn.decode, {**options, "write": "token", "state_format": stored, "readout": "before_write"}
     if isinstance(site.policy.write, Exact) or site.all_prefix:
         return site.node.target, {name: options[name] for name in ("implementation", "gate") if name in options}
-    if site.policy.op_form == "replay":
-        options["keep_ring"] = False  # a site that hands its state on has no replay policy: its cache is dense
+    if site.policy.op_form == "replay" and site.arguments["write"] == "exact":
+        options["keep_ring"] = False  # by recipe: a site that hands its state on to a dense cache has no such policy
     return getattr(torch.ops.lattn, site.policy.op_form), options
 
 

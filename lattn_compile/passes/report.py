@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ def report_of(context: PassContext) -> Report:
     recipes = {id(r): r for s in context.sites if (r := context.recipe or s.recipe) is not None}
     only = next(iter(recipes.values())) if len(recipes) == 1 else context.recipe
     return Report(
-        sites=[_site(s, context.training) for s in context.sites] + [_left_alone(r) for r in context.left_alone],
+        sites=[_site(s, context.training) for s in context.sites + context.packed]
+        + [_left_alone(r) for r in context.left_alone],
         unmatched=[_unmatched(r) for r in context.refused] + [_near_miss(m) for m in context.misses],
         recipe=only.to_dict() if only is not None else None,
-        notes=[*_prefill_note(context), *_unsearched(context), *context.warnings],
+        notes=[*_prefill_note(context), *_unsearched(context), *context.warnings, *context.idle_rules.values()],
     )
 
 
@@ -53,7 +55,7 @@ def _site(site: SiteNode, training: bool) -> Site:
     _, _, HV, V = shape_of(arguments["v"]) or (None,) * 4
     before = after = None
     if isinstance(K, int) and isinstance(V, int) and isinstance(HV, int):
-        state = arguments["initial_state"]
+        state = arguments.get("initial_state")
         dtype_bytes = value_of(state).element_size() if isinstance(value_of(state), torch.Tensor) else 4
         if site.proposal is not None and site.proposal.state_dtype is not None:
             dtype_bytes = site.proposal.state_dtype.itemsize
@@ -78,7 +80,7 @@ def _site(site: SiteNode, training: bool) -> Site:
         shapes={"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V},
         policy=site.policy.to_dict() if site.policy is not None else None,
         op=None if overload is None else overload._schema.name,
-        kernel=None if overload is None else _kernel(site, overload._schema.name.removeprefix("lattn::")),
+        kernel=None if overload is None else _kernel(site, overload._schema.name.removeprefix("lattn::").rstrip("_")),
         state_bytes_before=before,
         state_bytes_after=after,
         source=site.source,
@@ -102,8 +104,13 @@ def _kernel(site: SiteNode, form: str) -> str | None:
         quantize = Quantizer(fmt, policy.rounding, policy.feedback, policy.rotation)
     dtype = torch.float64 if torch.float64 in (q.dtype, v.dtype) else torch.float32
     K, V = (x if isinstance(x, int) else 1 for x in (q.shape[-1], v.shape[-1]))
-    work = dispatch.Work(q.device, dtype, K, V, quantize)
-    return dispatch.choose(form, str(site.node.kwargs.get("implementation", "auto")), work)
+    given: dict[str, Any] = dict(site.node.kwargs)
+    if form == "replay" and given.get("window") == 1 and given.get("write") == "replay" and not given.get("factors"):
+        form = "decode"  # the token mode
+    work = dispatch.Work(q.device, dtype, K, V, quantize, inputs=q.dtype)
+    if form == "replay" and "window" in given:
+        work = dataclasses.replace(work, factors=given.get("factors"), window=given["window"])
+    return dispatch.choose(form, str(given.get("implementation", "auto")), work)
 
 
 def _evidence(site: SiteNode) -> dict[str, Any]:

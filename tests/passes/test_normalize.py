@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lattn_compile.backend
 from lattn_compile.passes.normalize import FunctionalCopy, functional_copy, with_graph
+from tests.passes.traces import counted, same
 from tests.tiny_models import build
 
 aten = torch.ops.aten
@@ -28,14 +29,18 @@ class Copies:
         self.inner, self.made = inner, []
 
     def __call__(self, gm: fx.GraphModule, inputs: Any) -> Any:
-        before = gm.code
+        before, gradients = gm.code, torch.is_grad_enabled()
         made = functional_copy(gm)
-        assert gm.code == before
+        assert gm.code == before and torch.is_grad_enabled() is gradients
+        with counted(trace_all=True):
+            plain = functional_copy(gm)
+        assert str(made.refused) == str(plain.refused)
         self.made.append(made)
         names = [(n.name, n.target) for n in gm.graph.nodes if n.op == "placeholder"]
         assert names == [(n.name, n.target) for n in made.module.graph.nodes if n.op == "placeholder"]
         if not made.refused:
             assert_functional(made)
+            same(made.module, plain.module)
             assert made.graphs[0] is made.module
             again = functional_copy(made.module)
             assert not again.refused and again.module.code == made.module.code

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from lattn_compile.passes.spelled.smooth import can_smooth
 from lattn_compile.passes.spelled.subgraph import (
     Region,
     Rejected,
@@ -39,6 +40,7 @@ _ANALYTIC = _words("""
     linalg_solve_triangular triangular_solve linalg_inv inverse linalg_vector_norm norm lerp addcmul addcdiv diff trace
     layer_norm native_layer_norm rms_norm tril triu diag diagonal diag_embed kron
     subtract negative linalg_vecdot linalg_matmul linalg_multi_dot chain_matmul tensordot addr cross linalg_cross
+    gelu mish linalg_solve linalg_solve_ex _linalg_solve_ex linalg_inv_ex
 """)
 """Analytic in every tensor argument, on the domain where the values are finite."""
 
@@ -75,7 +77,9 @@ _CHOICES = {
 _SOFTPLUS_THRESHOLD = 20.0
 
 
-def vet(region: Region, data: Iterable[fx.Node], written: Collection[fx.Node] = ()) -> set[fx.Node]:
+def vet(
+    region: Region, data: Iterable[fx.Node], written: Collection[fx.Node] = (), *, smooth: bool = True
+) -> set[fx.Node]:
     """Raises Rejected unless random numbers can prove an equality of what the region computes.
 
     That holds for analytic functions: where two agree at random points, they agree everywhere. So no value may choose
@@ -83,6 +87,7 @@ def vet(region: Region, data: Iterable[fx.Node], written: Collection[fx.Node] = 
 
     Args:
         written: nodes that were inserted by us, which hold a decay above the smallest number before its log is taken.
+        smooth: whether clamps and the like may run without their kinks; which do is noted in the region.
 
     Returns the nodes that depend on `data`.
     """
@@ -95,6 +100,8 @@ def vet(region: Region, data: Iterable[fx.Node], written: Collection[fx.Node] = 
         name = name_of(node)
         if name.startswith("higher_order::"):
             _vet_loop(node, name, region, tainted)
+        elif depends and smooth and can_smooth(node, name):
+            region.smooth.add(node)
         elif name == "clamp_min" and node in written:
             pass
         elif isinstance(node.target, torch._ops.OpOverload):
@@ -184,7 +191,7 @@ def _vet_loop(node: fx.Node, name: str, region: Region, tainted: set[fx.Node]) -
     depends = [isinstance(a, fx.Node) and a in tainted for a in loop.arguments]
     while True:
         data = {n for n, d in zip(loop.body.inputs, depends, strict=True) if d}
-        found = data | vet(loop.body, data)
+        found = data | vet(loop.body, data, smooth=False)
         after = [d or n in found for d, n in zip(depends[:carries], loop.body.outputs[:carries], strict=True)]
         if after == depends[:carries]:
             break

@@ -119,6 +119,7 @@ class Index:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
+        self.ones = False  # whether axes of size 1 have a label of their own (`labels.py`)
         self.order: dict[fx.Node, int] = {}
         self.section: dict[fx.Node, int] = {}
         self.same: dict[fx.Node, fx.Node] = {}

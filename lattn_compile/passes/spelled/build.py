@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -13,12 +13,12 @@ from lattn_compile.passes.spelled.aten import CASTS, Index, name_of
 from lattn_compile.passes.spelled.chain import Chain, Link
 from lattn_compile.passes.spelled.frontier import frontier_of
 from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, size_of
-from lattn_compile.passes.spelled.proposal import NoMatch, Proposal
+from lattn_compile.passes.spelled.proposal import OUTER, NoMatch, Proposal
 from lattn_compile.passes.spelled.ranges import interval, is_decay
-from lattn_compile.passes.spelled.spine import is_view
-from lattn_compile.passes.spelled.step import Product, Step
-from lattn_compile.passes.spelled.terms import Factor
+from lattn_compile.passes.spelled.terms import Factor, is_mask
+from lattn_compile.passes.spelled.token import Product, Step
 from lattn_compile.passes.spelled.vectorize import vectorize
+from lattn_compile.passes.spelled.views import PICKS, is_view
 from lattn_compile.passes.spelled.writer import Writer, value
 
 __all__ = ["build", "role_nodes"]
@@ -258,7 +258,7 @@ def _device(w: Writer) -> torch.device:
 
 def _placed(w: Writer, f: Factor, wanted: list[Label]) -> fx.Node:
     """A factor's tensor with an axis for each of `wanted`, in their order."""
-    node = f.node
+    node = _booleans(w, f.node) if is_mask(f) else f.node
     for dim in reversed(range(len(f.index))):
         at = f.index[dim]
         if isinstance(at, int):
@@ -270,7 +270,22 @@ def _placed(w: Writer, f: Factor, wanted: list[Label]) -> fx.Node:
     node = w.reshape(node, [label.size for label in labels])
     order = sorted(range(len(labels)), key=lambda i: wanted.index(labels[i]))
     node = w.permute(node, order)
-    return w.reshape(node, [label.size if label in labels else 1 for label in wanted])
+    node = w.reshape(node, [label.size if label in labels else 1 for label in wanted])
+    return w.call(aten.logical_not.default, node) if f.negated else node
+
+
+def _booleans(w: Writer, node: fx.Node) -> fx.Node:
+    """The booleans that a mask was cast from, in its shape."""
+    if value(node).dtype == torch.bool:
+        return node
+    inside = _booleans(w, node.args[0])  # type: ignore[arg-type]
+    return inside if name_of(node) in CASTS else _again(w, node, inside)
+
+
+def _again(w: Writer, node: fx.Node, x: fx.Node) -> fx.Node:
+    """A view or a part, of another tensor of the same shape, whose strides may be others."""
+    target = aten.reshape.default if node.target in (aten.view.default, aten._unsafe_view.default) else node.target
+    return w.call(target, x, *node.args[1:], **node.kwargs)
 
 
 def _filled(w: Writer, node: fx.Node, groups: list[list[Label]]) -> fx.Node:
@@ -289,6 +304,8 @@ def _sum(w: Writer, products: list[Product], groups: list[list[Label]], dtype: t
 
 def _log_decay(w: Writer, step: Step, groups: list[list[Label]], dtype: torch.dtype) -> fx.Node:
     """log D. Raises NoMatch where D is not certain to lie in [0, 1]."""
+    if (mask := _mask_of(step.decay_terms)) is not None:
+        return _log_where(w, step, mask, groups, dtype)
     if (taken := _one_plus_expm1(step)) is not None:
         return _filled(w, _log_factor(w, taken, groups, dtype, "aten::expm1"), groups)
     if len(step.decay_terms) > 1:
@@ -321,6 +338,33 @@ def _log_decay(w: Writer, step: Step, groups: list[list[Label]], dtype: torch.dt
     return _filled(w, out, groups)
 
 
+def _mask_of(terms: list[Product]) -> Factor | None:
+    """A mask that chooses between the terms of a decay, each of which holds where it is set, or where it is not."""
+    for f in terms[0].factors if terms else ():
+        if is_mask(f):
+            plain = {replace(f, negated=n).key() for n in (False, True)}
+            if all(any(g.key() in plain for g in p.factors) for p in terms):
+                return f
+    return None
+
+
+def _log_where(w: Writer, step: Step, mask: Factor, groups: list[list[Label]], dtype: torch.dtype) -> fx.Node:
+    """log D of a decay that a mask chooses. Where nothing is left of the state, that is -inf."""
+    wanted = [label for group in groups for label in group]
+    plain, logs = replace(mask, negated=False), []
+    for side in (plain, replace(plain, negated=True)):
+        terms = [
+            Product(p.coefficient, tuple(f for f in p.factors if f.key() != side.key()))
+            for p in step.decay_terms
+            if any(f.key() == side.key() for f in p.factors)
+        ]
+        if terms:
+            logs.append(_log_decay(w, replace(step, decay_terms=terms), groups, dtype))
+        else:
+            logs.append(w.call(aten.full.default, [1] * len(groups), -math.inf, dtype=dtype, device=_device(w)))
+    return w.call(aten.where.self, _filled(w, _placed(w, plain, wanted), groups), *logs)
+
+
 def _one_plus_expm1(step: Step) -> Factor | None:
     """The expm1(x) of a decay 1 + expm1(x)."""
     if len(step.decay_terms) != 2 or any(p.coefficient != 1.0 for p in step.decay_terms):
@@ -332,9 +376,9 @@ def _one_plus_expm1(step: Step) -> Factor | None:
 
 
 def _source(node: fx.Node) -> str:
-    """What a node's values come from, through views and selects."""
-    while is_view(node) or name_of(node) in _PICKS:
-        node = node.args[0]  # type: ignore[assignment]
+    """What a node's values come from, through views and selects, and from outside a loop's body."""
+    while is_view(node) or name_of(node) in PICKS or OUTER in node.meta:
+        node = node.meta.get(OUTER) or node.args[0]  # type: ignore[assignment]
     return name_of(node)
 
 
@@ -355,6 +399,11 @@ def _log(w: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     """
     name = name_of(node)
     x = node.args[0] if node.args else None
+    if name == "aten::pow" and type(x) in (int, float) and x > 0 and value(node.args[1]).dtype == dtype:  # type: ignore[operator]
+        log = w.call(aten.mul.Scalar, node.args[1], math.log(x))  # type: ignore[arg-type]
+        if interval(log)[0] > 0.0:
+            raise NoMatch("DECAY_RANGE", "the decay is greater than 1", node)
+        return log
     if value(node).dtype == dtype and isinstance(x, fx.Node) and isinstance(value(x), torch.Tensor):
         rest = node.args[1:]
         if value(x).dtype == dtype and name in ("aten::exp", "aten::exp2", "aten::sigmoid"):
@@ -363,8 +412,8 @@ def _log(w: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
             if interval(x)[0] > 0.0:
                 raise NoMatch("DECAY_RANGE", "the decay is greater than 1", node)
             return x if name == "aten::exp" else w.call(aten.mul.Scalar, x, math.log(2.0))
-        if is_view(node) or name in _PICKS:
-            return w.call(node.target, _log(w, x, dtype), *rest, **node.kwargs)
+        if is_view(node) or name in PICKS:
+            return _again(w, node, _log(w, x, dtype))
         if name == "aten::mul" and rest and isinstance(rest[0], fx.Node):
             both = [y for y in (x, rest[0]) if isinstance(value(y), torch.Tensor)]
             if len(both) == 2 and all(interval(y)[0] >= 0.0 for y in both):
@@ -380,7 +429,7 @@ def _log(w: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     if name == "getitem" and isinstance(x, fx.Node) and name_of(x) in _SPLITS and value(node).dtype == dtype:
         parts = w.call(x.target, _log(w, x.args[0], dtype), *x.args[1:], **x.kwargs)  # type: ignore[arg-type]
         return w.getitem(parts, node.args[1])  # type: ignore[arg-type]
-    if not is_decay(node) and not (name == "aten::exp" and interval(node)[0] >= 0.0):
+    if not is_decay(node) and not (_source(node) == "aten::exp" and interval(node)[0] >= 0.0):
         raise NoMatch("DECAY_RANGE", f"the decay {node.name} lies in {_range(node)}", node)
     return _log_of_values(w, w.to(node, dtype))
 
@@ -397,18 +446,20 @@ def _argument(w: Writer, node: fx.Node, function: str, dtype: torch.dtype) -> fx
     if isinstance(x, fx.Node) and isinstance(value(x), torch.Tensor) and value(node).dtype == value(x).dtype == dtype:
         if name_of(node) == function:
             return x
-        if is_view(node) or name_of(node) in _PICKS:
-            return w.call(node.target, _argument(w, x, function, dtype), *node.args[1:], **node.kwargs)
+        if is_view(node) or name_of(node) in PICKS:
+            return _again(w, node, _argument(w, x, function, dtype))
     raise NoMatch("DECAY_RANGE", f"the decay is made of {node.name}, which lies in {_range(node)}", node)
 
 
-_PICKS = frozenset(["aten::select", "aten::slice", "aten::flip", "aten::index_select"])
 _SPLITS = frozenset(["aten::split", "aten::split_with_sizes", "aten::chunk", "aten::unbind", "aten::tensor_split"])
 
 
 def _range(node: fx.Node) -> str:
     lo, hi = interval(node)
-    return f"[{lo:g}, {hi:g}], not certain to be within [0, 1]"
+    while is_view(node) or name_of(node) in PICKS or OUTER in node.meta:
+        node = node.meta.get(OUTER) or node.args[0]  # type: ignore[assignment]
+    given = ": it is an input of the graph, which may hold anything" if node.op == "placeholder" else ""
+    return f"[{lo:g}, {hi:g}], not certain to be within [0, 1]{given}"
 
 
 # State and outputs.
@@ -451,7 +502,8 @@ def _domains(proposal: Proposal) -> dict[fx.Node, str]:
     out: dict[fx.Node, str] = {}
     for node in proposal.frontier:
         if any(name_of(n) in _POSITIVE for n in _near(node)):
-            out[node] = "beta"  # a root or a log of it is taken
+            # A root or log of it is taken. That it is not negative may be known only while a loop's body is searched.
+            out[node] = "decay" if is_decay(node) or (OUTER in node.meta and interval(node)[0] >= 0) else "beta"
     for role, domain in (("g", "log_decay"), ("beta", "beta"), ("k", "key")):
         value_of_role = proposal.roles.get(role)
         while value_of_role is not None and value_of_role not in proposal.frontier and _passes_on(value_of_role):
@@ -460,7 +512,7 @@ def _domains(proposal: Proposal) -> dict[fx.Node, str]:
         if value_of_role is None or value_of_role not in proposal.frontier:
             continue
         if role != "k" or _last_axis_kept(proposal, value_of_role):
-            out.setdefault(value_of_role, domain)
+            out.setdefault(value_of_role, "decay" if domain == "beta" and is_decay(value_of_role) else domain)
     return out
 
 
@@ -468,13 +520,13 @@ _POSITIVE = frozenset(["aten::sqrt", "aten::rsqrt", "aten::log", "aten::log2", "
 
 
 def _near(node: fx.Node) -> list[fx.Node]:
-    """Users of a node's values, views and selects aside."""
+    """Users of a node's values, views, selects and our own bound below a log aside."""
     out: list[fx.Node] = []
     waiting = list(node.users)
     while waiting and len(out) < 64:
         user = waiting.pop()
         out.append(user)
-        if _passes_on(user):
+        if _passes_on(user) or name_of(user) == "aten::clamp_min":
             waiting.extend(user.users)
     return out
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from lattn_compile.passes.spelled.aten import Index, arguments, name_of
 from lattn_compile.passes.spelled.labels import constant_size, is_one
-from lattn_compile.passes.spelled.spine import is_view
+from lattn_compile.passes.spelled.views import is_view
 from lattn_compile.passes.spelled.writer import Writer, keep_gradient, value
 
 __all__ = ["canonicalize"]

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import CASTS, SHAPE_ONLY, Index, is_snapshot, is_tensor, name_of, widens
+from lattn_compile.passes.spelled.aten import CASTS, Index, is_snapshot, is_tensor, name_of, widens
 from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander, is_zero
 from lattn_compile.passes.spelled.labels import flat, same_size, unify
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch
 from lattn_compile.passes.spelled.reads import Read, fate_of, find_late_read, find_reads
-from lattn_compile.passes.spelled.spine import candidates, is_view, path_between, roots_of, stored_origin
-from lattn_compile.passes.spelled.step import NeedsMatrix, Product, Step, match_step, split_product
+from lattn_compile.passes.spelled.spine import candidates, path_between, roots_of, stored_origin
+from lattn_compile.passes.spelled.step import match_step
 from lattn_compile.passes.spelled.terms import simplify
+from lattn_compile.passes.spelled.token import NeedsMatrix, Product, Step, split_product
+from lattn_compile.passes.spelled.views import is_view, only_shape
 from lattn_compile.passes.spelled.writer import value
 
 __all__ = ["Chain", "Link", "find_chains"]
@@ -72,7 +74,8 @@ def find_chains(index: Index, *, in_loop: bool = False) -> tuple[list[Chain], li
             chains += _cut(index, run, reads, children, _is_source(run[0].root, steps), in_loop)
         except NoMatch as error:
             root = run[0].root
-            refused |= {n for s in run for n in s.path}
+            if error.code in _UNSEEN:
+                refused |= {n for s in run for n in s.path}
             if error.code == "NOT_A_STATE":
                 misses += _through_an_op(index, root, run[-1].update, steps)
                 continue
@@ -98,6 +101,9 @@ def _told_once(misses: list[NearMiss]) -> list[NearMiss]:
 
 def _followers_of(children: dict[fx.Node, list[Step]], step: Step) -> list[Step]:
     return children.get(step.update, [])
+
+
+_UNSEEN = frozenset(["STATE_ROUNDED", "ARITHMETIC_DTYPE"])
 
 
 def _match_all(index: Index) -> tuple[dict[fx.Node, Step], list[NearMiss], set[fx.Node]]:
@@ -128,7 +134,7 @@ def _match_all(index: Index) -> tuple[dict[fx.Node, Step], list[NearMiss], set[f
     for ladder, root, miss in pending:
         if ladder[-1] not in inside and _worth_telling(index, ladder, root, steps, miss):
             misses.append(miss.at(ladder[0]))
-    refused = {n for n in missed if n not in inside}
+    refused = {n for n, (_, miss) in missed.items() if n not in inside and miss.code in _UNSEEN}
     return steps, misses, refused
 
 
@@ -278,11 +284,18 @@ def _cut(
     return chains
 
 
+_PARTS = frozenset(["aten::select", "aten::slice", "aten::unbind", "aten::split", "aten::chunk", "aten::index_select"])
+
+
 def _refuse_unread(run: list[Step], reads: dict[fx.Node, tuple[list[Read], bool]]) -> None:
     """A state that nothing reads is not ours. Of one step with a fixed decay that is nothing to tell: a moving average
     of outer products, as optimizers have them."""
     if any(reads[step.update][0] for step in run):
         return
+    cut = next((u for step in run for u in step.update.users if name_of(u) in _PARTS and not is_view(u)), None)
+    if cut is not None:
+        where = f"its parts are read one by one ({name_of(cut)}): one product has to read it for all heads"
+        raise NoMatch("NOT_READ", where, run[-1].update)
     told = len(run) > 1 or any(p.factors for p in run[0].decay_terms)
     raise NoMatch("NOT_READ" if told else "NOT_A_STATE", "nothing reads the state", run[-1].update)
 
@@ -303,7 +316,7 @@ def leaks(step: Step, before: Collection[Read] = ()) -> bool:
     path = own | {n for r in before for n in r.path}
     ends = {step.update, *_ends(step), *(r.node for r in before)}
     users = (user for node in own - ends for user in node.users)
-    return any(user not in path and name_of(user) not in SHAPE_ONLY for user in users)
+    return any(user not in path and not only_shape(user) for user in users)
 
 
 def _ends(step: Step) -> set[fx.Node]:

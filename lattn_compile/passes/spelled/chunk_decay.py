@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
 from lattn_compile.passes.spelled.chunk_ops import sizes_of, sources
+from lattn_compile.passes.spelled.chunk_tables import Tables
 from lattn_compile.passes.spelled.scaled import real
 from lattn_compile.passes.spelled.subgraph import clean_state, extract, run
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["FixedDecay", "find_decay", "measured"]
+__all__ = ["FixedDecay", "decay_of", "find_decay", "measured"]
 
 _ELEMENTS = 1 << 16
 _CLOSE = 1e-11
@@ -26,14 +27,46 @@ class FixedDecay:
     Attributes:
         log: its value in the trial, float64 `[HV]`.
         node, index, form: where the graph has it: `node` at `index` (None: the axis of the heads) is the log decay
-            ("log"), its negative ("slope") or the decay ("decay"). node is None where the graph has only its powers,
-            and no input decides it.
+            ("log"), its negative ("slope"), the decay ("decay"), or the decay to the power of `exponent` ("power").
+            node is None where the graph has only its powers, and no input decides it.
     """
 
     log: Tensor
     node: fx.Node | None = None
     index: tuple[int | None, ...] = ()
     form: str = "log"
+    exponent: int = 1
+
+
+def decay_of(tables: Tables, decay: Tensor, values: Mapping[fx.Node, Tensor]) -> FixedDecay | None:
+    """Where the leaves that hold powers of `decay` `[HV]` have it. None if they hold those of another one.
+
+    values: of the leaves. A table without a base is read where its rounding matters least.
+    """
+    log = decay.log()
+    if tables.leaves and tables.base is not None:
+        x = values.get(tables.base)
+        if x is None:  # a constant
+            own = tables.log
+        else:
+            flat = x.flatten()
+            own = {"slope": -flat, "log": flat, "decay": flat.log()}[tables.form]
+        if not _same_logs(own, log):
+            return None
+        shape = sizes_of(tables.base) or ()
+        index = tuple(None if n == own.numel() and n > 1 else 0 for n in shape)
+        return FixedDecay(log, tables.base, index, tables.form)
+    if not tables.unsure():
+        return FixedDecay(log)
+    node, powers = next(iter(tables.powers.items()))
+    shape = sizes_of(node) or ()
+    index, n = powers.at(shape, tables.log)
+    own = values[node][tuple(slice(None) if i is None else i for i in index)].log() / n
+    return FixedDecay(log, node, index, "power", n) if _same_logs(own.flatten(), log) else None
+
+
+def _same_logs(own: Tensor, log: Tensor) -> bool:
+    return own.numel() in (1, log.numel()) and float((own - log).abs().max()) <= 1e-9
 
 
 def measured(o: Tensor, q: Tensor, k: Tensor) -> Tensor | None:

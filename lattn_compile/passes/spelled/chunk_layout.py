@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from lattn_compile.passes.spelled.chunk_decay import FixedDecay
+from lattn_compile.passes.spelled.chunk_tables import TINY, Powers
 from lattn_compile.passes.spelled.chunk_views import Sizes, View
 from lattn_compile.passes.spelled.writer import Writer, value
 
@@ -65,9 +66,15 @@ class Nodes(Writer):
         return self.call(aten.log.default, x)
 
     def fixed(self, decay: FixedDecay, like: fx.Node, heads: int) -> fx.Node:
-        """`[B, T, heads]` from where the graph has the decay, or from numbers."""
+        """`[B, T, heads]`."""
+        x = self.log_decay(decay, value(like).device)
+        b, t = self.shape(like)[:2]
+        return self.expand(self.reshape(x, [1, 1, -1 if value(x).dim() else 1]), [b, t, heads])
+
+    def log_decay(self, decay: FixedDecay, device: torch.device) -> fx.Node:
+        """`[heads]`, or one number for all, from where the graph has the decay, or from numbers."""
         if decay.node is None:
-            x = self._numbers(decay.log.tolist(), value(like).device)
+            x = self._numbers(decay.log.tolist(), device)
         else:
             x = decay.node
             for axis in reversed(range(len(decay.index))):
@@ -76,10 +83,44 @@ class Nodes(Writer):
                     x = self.select(x, axis, at)
             if decay.form == "slope":
                 x = self.call(aten.neg.default, x)
-            if decay.form == "decay":
+            if decay.form in ("decay", "power"):
                 x = self.call(aten.log.default, x)
-        b, t = self.shape(like)[:2]
-        return self.expand(self.reshape(x, [1, 1, -1 if value(x).dim() else 1]), [b, t, heads])
+            if decay.exponent != 1:
+                x = self.call(aten.div.Tensor, x, decay.exponent)
+        return x
+
+    def check_powers(self, table: fx.Node, powers: Powers, log: fx.Node) -> None:
+        """Asserts, whenever the graph runs, that a table holds the powers it was taken for, to its last digits."""
+        x = value(table)
+        options = {"dtype": x.dtype, "device": x.device}
+        n = None
+        for axis, step in enumerate(powers.steps):
+            if step:
+                at = self.call(aten.arange.default, x.shape[axis], **options)
+                at = self.reshape(at, [-1 if i == axis else 1 for i in range(x.dim())])
+                at = at if step == 1 else self.call(aten.mul.Tensor, at, step)
+                n = at if n is None else self.call(aten.add.Tensor, n, at)
+        n = self.call(aten.full.default, [], powers.start, **options) if n is None else n
+        n = self.call(aten.add.Tensor, n, powers.start) if any(powers.steps) and powers.start else n
+        g = self.reshape(self.to(log, x.dtype), [-1 if i == powers.head else 1 for i in range(x.dim())])
+        if powers.masked:
+            inside = self.call(aten.ge.Scalar, n, 0)
+            n = self.call(aten.clamp_min.default, n, 0)
+        exponent = self.call(aten.mul.Tensor, g, n)
+        want = self.call(aten.exp.default, exponent)
+        if powers.masked:
+            want = self.call(aten.mul.Tensor, want, inside)
+        # Twice what `find_tables` allows, as this runs in the table's own precision.
+        digits = self.call(aten.add.Tensor, self.call(aten.abs.default, exponent), self.call(aten.abs.default, n))
+        digits = self.call(aten.add.Tensor, self.call(aten.mul.Tensor, digits, 4.0), 16.0)
+        allowed = self.call(aten.mul.Tensor, self.call(aten.mul.Tensor, want, digits), torch.finfo(x.dtype).eps)
+        off = self.call(aten.abs.default, self.call(aten.sub.Tensor, table, want))
+        ok = self.call(aten.le.Tensor, off, self.call(aten.add.Tensor, allowed, TINY))
+        message = (
+            f"lattn_compile: {table.name} does not hold the powers of one decay a head that it held when this graph "
+            "was rewritten. Compile or rewrite again with the tables of now, or compute them in the forward pass."
+        )
+        self.call(aten._assert_async.msg, self.call(aten.all.default, ok), message)
 
     def _numbers(self, numbers: list[float], device: torch.device) -> fx.Node:
         options = {"dtype": torch.float32, "device": device}

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
+from lattn_compile.passes.spelled.proposal import CONSTANT
 from lattn_compile.passes.spelled.subgraph import Rejected, constant, name_of, shape_of, sources
 from lattn_compile.passes.spelled.writer import value
 
@@ -90,7 +91,7 @@ class Constants:
     @staticmethod
     def _at_once(node: fx.Node) -> bool | None:
         """None: as its sources are."""
-        if node.op == "get_attr":
+        if node.op == "get_attr" or CONSTANT in node.meta:
             x = constant(node)
             fake = isinstance(x, torch._subclasses.FakeTensor)
             return isinstance(x, torch.Tensor) and not x.requires_grad and not fake

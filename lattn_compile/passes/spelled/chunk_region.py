@@ -31,6 +31,7 @@ from lattn_compile.passes.spelled.chunk_ops import (
     sources,
     users_of,
 )
+from lattn_compile.passes.spelled.chunk_tables import find_tables
 from lattn_compile.passes.spelled.chunk_views import Sizes, state_views, views
 from lattn_compile.passes.spelled.proposal import NoMatch
 from lattn_compile.passes.spelled.writer import value
@@ -53,6 +54,7 @@ class Boundary:
         interior: nodes of the region that are no constants.
     """
 
+    sizes: Sizes
     tokens: list[fx.Node] = field(default_factory=list)
     states: list[fx.Node] = field(default_factory=list)
     statics: list[fx.Node] = field(default_factory=list)
@@ -183,11 +185,12 @@ class Survey:
         )
 
     def below(self, core: set[fx.Node], exits: Sequence[fx.Node]) -> set[fx.Node]:
-        """The core and what it reaches, up to the exits."""
+        """The core and what it reaches, up to the exits and not through them: one may be a view of a state that is
+        taken long after what reads o."""
         end = max(self.order[n] for n in exits)
         found: set[fx.Node] = set()
         for node in self.nodes[min(self.order[n] for n in core) : end + 1]:
-            if node in core or any(n in found for n in self._sources(node)):
+            if node in core or any(n in found and n not in exits for n in self._sources(node)):
                 found.add(node)
         return found
 
@@ -212,7 +215,7 @@ class Survey:
         Raises:
             NoMatch: CHUNK_OPERATOR where something else than an analytic operator of the region's own values is met.
         """
-        found = Boundary()
+        found = Boundary(sizes)
         tokens: dict[fx.Node, None] = {}
         rest: dict[fx.Node, None] = {}
         stack = list(exits)
@@ -246,11 +249,11 @@ class Survey:
         for n in rest:
             if n in found.interior:
                 continue
-            if self._is_state(n, sizes):
+            if self._may_be_state(n, sizes):
                 top = self._state_top(n, sizes)
                 inside, leaves = self._made_of(top, states)
                 # What is made from an earlier state, or from no state at all, is no initial state.
-                made = bool(inside) and not any(self._is_state(s, sizes) and s not in states for s in leaves)
+                made = bool(inside) and not any(self._may_be_state(s, sizes) and s not in states for s in leaves)
                 if top in states or not made:
                     states[top] = None
                     found.interior.update(_between(n, top))
@@ -259,8 +262,15 @@ class Survey:
                 n = top
             inside, leaves = self._made_of(n, states)
             found.interior.update(inside)
-            statics.update(dict.fromkeys(s for s in leaves if s not in states))
+            for leaf in leaves:
+                if leaf not in states:
+                    (states if self._may_be_state(leaf, sizes) else statics)[leaf] = None
         found.states, found.statics = list(states), sorted(statics, key=self.order.__getitem__)
+
+    def _may_be_state(self, node: fx.Node, sizes: Sizes) -> bool:
+        """A mask of a block of K = V tokens has a state's shape, and holds powers of a decay."""
+        table = node.op != "call_function" and find_tables([node], sizes.heads) is not None
+        return self._is_state(node, sizes) and not table
 
     def _made_of(self, node: fx.Node, states: dict[fx.Node, None]) -> tuple[list[fx.Node], list[fx.Node]]:
         """The analytic nodes that make a node, and what those are made from; a state is not looked into."""
@@ -327,6 +337,41 @@ class Survey:
                 stack.append(above)
         return False
 
+    def products_of(self, boundary: Boundary) -> list[fx.Node]:
+        """Products outside of a region that are made from its inputs, and perhaps from a state, and nothing else."""
+        made = {**dict.fromkeys([*boundary.states, *boundary.statics], False), **dict.fromkeys(boundary.tokens, True)}
+        found: list[fx.Node] = []
+        for node in self.nodes[min(map(self.order.__getitem__, made)) :]:
+            if node in made or node.op != "call_function" or name_of(node) not in ANALYTIC or node not in self.alive:
+                continue
+            above = [n for n in sources(node) if not self.is_constant(n)]
+            if (
+                not above
+                or node in self.taken
+                or not all(n in made or self._is_state(n, boundary.sizes) for n in above)
+            ):
+                continue
+            made[node] = any(made.get(n) for n in above)  # whether from tokens
+            if name_of(node) in PRODUCTS and len(sources(node)) > 1 and made[node] and node not in boundary.interior:
+                found.append(node)
+        return found
+
+    def is_above(self, tops: Sequence[fx.Node], node: fx.Node) -> bool:
+        """Whether analytic operators alone make a node from another one of `tops`."""
+        first = min(self.order[n] for n in tops)
+        stack, seen = [node], {node}
+        while stack:
+            n = stack.pop()
+            if n.op != "call_function" or name_of(n) not in ANALYTIC or n in self.taken:
+                continue
+            for above in sources(n):
+                if above in tops:
+                    return True
+                if above not in seen and self.order[above] > first and not self.is_constant(above):
+                    seen.add(above)
+                    stack.append(above)
+        return False
+
     def _state_top(self, node: fx.Node, sizes: Sizes) -> fx.Node:
         while node.op == "call_function" and sources(node) and _rearranges(node, above := sources(node)[0]):
             if not self._is_state(above, sizes) or value(above).dtype != value(node).dtype:
@@ -373,45 +418,3 @@ def _between(low: fx.Node, top: fx.Node) -> list[fx.Node]:
         found.append(node)
         node = sources(node)[0]
     return found
-
-
-@dataclass(frozen=True)
-class Grain:
-    """How tokens are grouped: axes along which a region mixes tokens, and pads `(from, to)`."""
-
-    mixed: set[int]
-    pads: set[tuple[int, int]]
-
-    def rank(self, tokens: int) -> int:
-        """0 if `tokens` is a whole number of chunks, or is padded to one; 2 if not, which a block loop may do."""
-        lengths = {tokens} | {n for m, n in self.pads if m == tokens}
-        return 0 if self.mixed and any(n % max(self.mixed) == 0 for n in lengths) else 2
-
-
-def grain_of(survey: Survey, exits: Sequence[fx.Node], core: set[fx.Node]) -> Grain:
-    mixed: set[int] = set()
-    for node in core:
-        shape = sizes_of(node)
-        if shape is None or len(shape) < 2:
-            continue
-        if name_of(node) in ("cumsum", "cumprod"):
-            mixed.add(shape[int(node.args[1])])  # type: ignore[arg-type]
-        elif shape[-1] == shape[-2]:
-            mixed.add(shape[-1])
-    pads: set[tuple[int, int]] = set()
-    stack, seen = list(exits), set(exits)
-    while stack:
-        node = stack.pop()
-        if node.op != "call_function" or name_of(node) not in ANALYTIC:
-            continue
-        above = [n for n in sources(node) if not survey.is_constant(n)]
-        if name_of(node) in PADS:
-            a, b = sizes_of(above[0]), sizes_of(node)
-            if a is not None and b is not None and a != b:
-                pads.update((m, n) for m, n in zip(a, b, strict=True) if m < n)
-                continue
-        for n in above:
-            if n not in seen:
-                seen.add(n)
-                stack.append(n)
-    return Grain({c for c in mixed if c > 1}, pads)

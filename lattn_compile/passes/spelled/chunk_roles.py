@@ -12,17 +12,15 @@ import torch
 from torch import Tensor, fx
 
 import lattn_compile.ops.chunk  # noqa: F401  (registers the op that is tried)
-from lattn_compile.passes.spelled.analytic import vet
-from lattn_compile.passes.spelled.chunk_decay import FixedDecay, find_decay, measured
+from lattn_compile.passes.spelled.chunk_decay import FixedDecay, decay_of, find_decay, measured
 from lattn_compile.passes.spelled.chunk_layout import EAGER, from_output, output_of, state_of, to_op, to_state
-from lattn_compile.passes.spelled.chunk_ops import PRODUCTS, name_of, sizes_of, sources
+from lattn_compile.passes.spelled.chunk_ops import sizes_of
 from lattn_compile.passes.spelled.chunk_region import Boundary
+from lattn_compile.passes.spelled.chunk_tables import Tables
+from lattn_compile.passes.spelled.chunk_trial import Trial
 from lattn_compile.passes.spelled.chunk_views import Sizes, View, state_views, views
 from lattn_compile.passes.spelled.proposal import NoMatch
-from lattn_compile.passes.spelled.scaled import real
-from lattn_compile.passes.spelled.subgraph import Region, clean_state, extract, run
 from lattn_compile.passes.spelled.verify import TOLERANCE
-from lattn_compile.passes.spelled.writer import value
 
 _VIEWS = 3
 """Readings of one tensor's axes that are tried where sizes coincide."""
@@ -45,7 +43,8 @@ class Roles:
     """A hypothesis: the region computes this recurrence.
 
     Attributes:
-        fixed: the decay where no token chooses it.
+        fixed: the decay where no token chooses it; tables: leaves that hold its powers; negative: whether it was found
+            with numbers below 0 for what no token reaches.
         decay_form: how g is had from its tensor: "log" (as it is) or "decay" (its logarithm).
         o, final: views of the outputs; the state's are those that are possible, none if no state is returned.
         error: the largest difference that was seen, relative to the largest magnitude.
@@ -63,6 +62,8 @@ class Roles:
     final: tuple[View, ...]
     sizes: Sizes
     fixed: FixedDecay | None = None
+    tables: Tables | None = None
+    negative: bool = False
     scale: float = 1.0
     error: float = 0.0
 
@@ -74,84 +75,6 @@ class Roles:
     @property
     def keys(self) -> int:
         return self.q.view.size("f", sizes_of(self.q.node) or ())
-
-
-class Trial:
-    """A region run on fixed random inputs in float64."""
-
-    def __init__(self, exits: Sequence[fx.Node], boundary: Boundary, sizes: Sizes) -> None:
-        self.exits, self.boundary, self.sizes = exits, boundary, sizes
-        self.inputs = [*boundary.tokens, *boundary.states, *boundary.statics]
-        self.region: Region = extract(exits, self.inputs)
-        self.through = {n: self._passes(n, ("exp", "exp2")) for n in boundary.tokens}
-        self.as_decay = {n: self._passes(n, ("log", "log2", "cumprod")) for n in boundary.tokens}
-        self.values: dict[fx.Node, Any] = {}
-
-    def prepare(self) -> None:
-        """Draws the inputs. Raises Rejected where random numbers could not prove anything."""
-        vet(self.region, self.inputs)
-        generator = torch.Generator().manual_seed(0)
-        self.values = {n: self._draw(n, generator) for n in self.inputs}
-
-    def _passes(self, node: fx.Node, names: Sequence[str]) -> bool:
-        """Whether every path from a node to an output goes through one of these operators."""
-        inside = set(self.region.nodes)
-        stack, seen = [node], {node}
-        while stack:
-            n = stack.pop()
-            if n in self.exits:
-                return False
-            for u in n.users:
-                if u in inside and u not in seen and name_of(u) not in names:
-                    seen.add(u)
-                    stack.append(u)
-        return True
-
-    def multiplies(self, key: fx.Node) -> bool:
-        """Whether keys are multiplied with keys, as the delta rule does."""
-        made: dict[fx.Node, bool] = {key: True}
-        for node in self.region.nodes:
-            above = [n for n in sources(node) if n in made]
-            if not above:
-                continue
-            if name_of(node) in PRODUCTS and len(sources(node)) > 1 and len(above) == len(sources(node)):
-                return True
-            made[node] = True
-        return False
-
-    def is_gate(self, node: fx.Node) -> bool:
-        return self.through.get(node, False) or self.as_decay.get(node, False)
-
-    def _draw(self, node: fx.Node, generator: torch.Generator) -> Any:
-        v = value(node)
-        if not isinstance(v, Tensor):
-            return real(node)
-        shape = sizes_of(node)
-        assert shape is not None
-        if not v.is_floating_point():
-            raise NoMatch("CHUNK_INPUTS", f"{node} is {v.dtype}", node)
-        x = torch.rand(shape, generator=generator, dtype=torch.float64)
-        if self.as_decay.get(node):
-            return 0.9 + 0.09 * x
-        if self.through.get(node):
-            return -0.1 * x - 0.005
-        kinds = views(node, self.sizes)
-        if node in self.boundary.tokens and kinds and "f" not in kinds[0].labels:
-            return 0.1 + 0.8 * x
-        if node in self.boundary.statics:
-            return 0.05 + 0.2 * x
-        x = torch.randn(shape, generator=generator, dtype=torch.float64)
-        at = kinds[0].labels.find("f") if kinds else -1
-        return torch.nn.functional.normalize(x, dim=at) if x.dim() else x
-
-    def run(self, change: dict[fx.Node, Tensor] | None = None, *, state: bool) -> list[Tensor]:
-        """The exits' values; `change` replaces inputs. Without `state` the initial state is zero."""
-        values = {**self.values, **(change or {})}
-        for n in self.boundary.states:
-            if not state:
-                values[n] = torch.zeros_like(values[n])
-        with clean_state(), torch.no_grad():
-            return run(self.region, [values[n] for n in self.inputs], real, {})
 
 
 def find_roles(exits: Sequence[fx.Node], o_at: int, boundary: Boundary, sizes: Sizes) -> Roles:
@@ -167,99 +90,158 @@ def find_roles(exits: Sequence[fx.Node], o_at: int, boundary: Boundary, sizes: S
     trial = Trial(exits, boundary, sizes)
     gates = [n for n in tensors if trial.is_gate(n)]
     plain = [n for n in tensors if n not in gates]
-    vectors = [n for n in plain if any("f" in v.labels for v in _readings(n, sizes))]
-    scalars = [n for n in plain if n not in vectors]
-    if len(vectors) == 4 and not boundary.states:
+    kinds = _kinds(plain, sizes) if len(gates) <= 1 else []
+    if not kinds and len(plain) in (4, 5) and not boundary.states:
         # A state whose K is T looks like a sequence.
-        for n in vectors:
+        for n in plain:
             if any(True for _ in state_views(sizes_of(n) or (), sizes, None)):
                 rest = [t for t in tensors if t is not n]
                 with contextlib.suppress(NoMatch):
                     return find_roles(exits, o_at, replace(boundary, tokens=rest, states=[n]), sizes)
-    if len(vectors) != 3 or len(scalars) > 1 or len(gates) > 1:
-        raise NoMatch("CHUNK_INPUTS", f"vectors {_names(vectors)}, scalars {_names(scalars)}, decays {_names(gates)}")
-    trial.prepare()
-    base = trial.run(state=False)
-    if not all(torch.isfinite(x).all() for x in base):
-        raise NoMatch("CHUNK_NOT_EQUAL", "it is not finite on random inputs")
-    if not _is_output(exits[o_at], sizes) or float(base[o_at].abs().max()) == 0.0:
+    if not kinds:
+        raise NoMatch("CHUNK_INPUTS", f"its inputs are {_names(plain)}, decays {_names(gates)}")
+    if not _is_output(exits[o_at], sizes):
         raise NoMatch("CHUNK_INPUTS", "no output has the tokens' axis")
-    linear = {n: _doubling(trial, n, base, o_at) for n in vectors}
-    best = float("inf")
-    hypotheses = _assignments(exits, boundary, sizes, vectors, scalars, gates, linear, trial, o_at)
-    for roles in sorted(hypotheses, key=lambda r: r.cost)[:_HYPOTHESES]:
-        found = _test(roles, trial, base, o_at, state=False)
-        if found.error > TOLERANCE and not gates and (fixed := _fixed(roles, trial, o_at)) is not None:
-            found = _test(replace(roles, fixed=fixed), trial, base, o_at, state=False)
-        best = min(best, found.error)
-        if found.error > TOLERANCE:
+    if not gates:
+        trial.look_for_tables()
+    chosen = bool(gates) or not boundary.statics
+    for negative in (False,) if chosen else (False, True):
+        trial.prepare(negative=negative)
+        base = trial.run(state=False)
+        if not all(torch.isfinite(x).all() for x in base):
+            miss = NoMatch("CHUNK_NOT_EQUAL", "it is not finite on random inputs")
             continue
-        if boundary.states:
-            for view in _state_readings(boundary.states[0], sizes, found.keys):
-                with_state = replace(found, state=Bound(boundary.states[0], view))
-                checked = _test(with_state, trial, trial.run(state=True), o_at, state=True)
-                if checked.error <= TOLERANCE:
-                    return checked
-            continue
-        return found
-    if not gates and boundary.statics and best < float("inf"):
-        raise NoMatch("CHUNK_DECAY_INPUTS", f"they are {_names(boundary.statics)}", boundary.statics[0])
-    raise NoMatch("CHUNK_NOT_EQUAL", f"the closest recurrence differs by {best:.2g} of o on random inputs")
+        if float(base[o_at].abs().max()) == 0.0:
+            raise NoMatch("CHUNK_INPUTS", "its output is zero without a state")
+        search = _Hypotheses(exits, o_at, boundary, sizes, trial, base, gates)
+        for vectors, scalars in kinds:
+            if (found := search.run(vectors, scalars)) is not None:
+                return replace(found, tables=trial.tables if found.fixed is not None else None, negative=negative)
+        miss = NotEqual(search.best, plain)
+        if not chosen and search.best < float("inf"):
+            miss = NoMatch("CHUNK_DECAY_INPUTS", f"they are {_names(boundary.statics)}", boundary.statics[0])
+    raise miss
 
 
-def _doubling(trial: Trial, node: fx.Node, base: list[Tensor], o_at: int) -> tuple[bool, bool | None]:
-    """Whether o doubles with this tensor; whether the state does (None: it does not change)."""
-    twice = trial.run({node: 2 * trial.values[node]}, state=False)
-    o = _error(twice[o_at], 2 * base[o_at]) <= TOLERANCE
-    if len(base) == 1:
-        return o, None
-    s = 1 - o_at
-    return o, None if torch.equal(twice[s], base[s]) else _error(twice[s], 2 * base[s]) <= TOLERANCE
+class NotEqual(NoMatch):
+    """No assignment computes what the region does. `distance`: of the closest one, inf if none could be."""
+
+    def __init__(self, distance: float, tensors: Sequence[fx.Node]) -> None:
+        closest = f"the closest recurrence differs by {distance:.2g} of o on random inputs"
+        if distance == float("inf"):
+            closest = f"in no choice of q, k, v from {_names(tensors)} is o linear in q and v"
+        super().__init__("CHUNK_NOT_EQUAL", closest)
+        self.distance = distance
 
 
-def _assignments(
-    exits: Sequence[fx.Node],
-    boundary: Boundary,
-    sizes: Sizes,
-    vectors: Sequence[fx.Node],
-    scalars: Sequence[fx.Node],
-    gates: Sequence[fx.Node],
-    linear: dict[fx.Node, tuple[bool, bool | None]],
-    trial: Trial,
-    o_at: int,
-) -> Iterator[Roles]:
-    returned = len(exits) == 2
-    o_views = _output_views(exits[o_at], sizes)
-    for q, k, v in itertools.permutations(vectors):
-        if not linear[q][0] or not linear[v][0]:
+def _kinds(nodes: Sequence[fx.Node], sizes: Sizes) -> list[tuple[list[fx.Node], list[fx.Node]]]:
+    """(three vectors, at most one number a token) that these tensors may be, likely ones first."""
+    cost = [
+        [min((v.cost for v in _readings(n, sizes) if ("f" in v.labels) == f), default=None) for n in nodes]
+        for f in (False, True)
+    ]
+    found = []
+    for scalar in [None, *range(len(nodes))]:
+        vectors = [i for i in range(len(nodes)) if i != scalar]
+        if len(vectors) != 3 or (scalar is not None and cost[0][scalar] is None):
             continue
-        if returned and (linear[q][1] is not None or linear[v][1] is not True):
-            continue
-        rules: tuple[str, ...] = ("delta",)
-        if linear[k][0]:
-            # One token from a zero state is the same under both rules.
-            rules = ("delta", "additive") if trial.multiplies(k) else ("additive", "delta")
-        nodes = [q, k, v, *gates, *scalars]
-        every = itertools.product(*(_readings(n, sizes) for n in nodes), o_views)
-        for readings in itertools.islice(every, _READINGS):
-            *read, o_view = readings
-            bound = [Bound(n, w) for n, w in zip(nodes, read, strict=True)]
-            bq, bk, bv = bound[:3]
-            keys = bq.view.size("f", sizes_of(q) or ())
-            if bk.view.size("f", sizes_of(k) or ()) != keys or bv.view.size("f", sizes_of(v) or ()) != sizes.width:
+        # A vector of one channel is read as a number.
+        total = sum(c for i in vectors if (c := cost[1][i] if cost[1][i] is not None else 3) is not None)
+        found.append((total + (cost[0][scalar] if scalar is not None else 0), scalar or 0, vectors, scalar))
+    return [([nodes[i] for i in v], [] if s is None else [nodes[s]]) for *_, v, s in sorted(found, key=lambda x: x[:2])]
+
+
+class _Hypotheses:
+    """Assignments of roles to tensors, run against what the region computed."""
+
+    def __init__(
+        self,
+        exits: Sequence[fx.Node],
+        o_at: int,
+        boundary: Boundary,
+        sizes: Sizes,
+        trial: Trial,
+        base: list[Tensor],
+        gates: Sequence[fx.Node],
+    ) -> None:
+        self.exits, self.o_at, self.boundary, self.sizes = exits, o_at, boundary, sizes
+        self.trial, self.base, self.gates = trial, base, gates
+        self.best = float("inf")
+        self._linear: dict[fx.Node, tuple[bool, bool | None]] = {}
+
+    def run(self, vectors: Sequence[fx.Node], scalars: Sequence[fx.Node]) -> Roles | None:
+        """The first assignment under which old and new agree."""
+        hypotheses = self._assignments(vectors, scalars)
+        for roles in sorted(hypotheses, key=lambda r: r.cost)[:_HYPOTHESES]:
+            found = _test(roles, self.trial, self.base, self.o_at)
+            if (
+                found.error > TOLERANCE
+                and not self.gates
+                and (fixed := _fixed(roles, self.trial, self.o_at)) is not None
+            ):
+                found = _test(replace(roles, fixed=fixed), self.trial, self.base, self.o_at)
+            if found.error <= TOLERANCE and self.boundary.states:
+                found = self._with_state(found)
+            if found.error <= TOLERANCE:
+                return found
+            self.best = min(self.best, found.error)
+        return None
+
+    def _with_state(self, roles: Roles) -> Roles:
+        """What holds from no state, with the initial state in the reading that fits best."""
+        (state,) = self.boundary.states
+        base = self.trial.run(state=True)
+        readings = _state_readings(state, self.sizes, roles.keys)
+        found = [_test(replace(roles, state=Bound(state, view)), self.trial, base, self.o_at) for view in readings]
+        return min(found, key=lambda r: r.error, default=replace(roles, error=float("inf")))
+
+    def _scaling(self, node: fx.Node) -> tuple[bool, bool | None]:
+        """Whether o doubles with this tensor; whether the state does (None: it does not change)."""
+        if node not in self._linear:
+            twice = self.trial.run({node: 2 * self.trial.values[node]}, state=False)
+            o = _error(twice[self.o_at], 2 * self.base[self.o_at]) <= TOLERANCE
+            state = None
+            if len(self.base) > 1:
+                was, is_now = self.base[1 - self.o_at], twice[1 - self.o_at]
+                state = None if torch.equal(is_now, was) else _error(is_now, 2 * was) <= TOLERANCE
+            self._linear[node] = o, state
+        return self._linear[node]
+
+    def _assignments(self, vectors: Sequence[fx.Node], scalars: Sequence[fx.Node]) -> Iterator[Roles]:
+        exits, sizes, trial, gates = self.exits, self.sizes, self.trial, self.gates
+        returned = len(exits) == 2
+        o_views = _output_views(exits[self.o_at], sizes)
+        for q, k, v in itertools.permutations(vectors):
+            (o_by_q, s_by_q), (o_by_v, s_by_v) = self._scaling(q), self._scaling(v)
+            if not o_by_q or not o_by_v or (returned and (s_by_q is not None or s_by_v is not True)):
                 continue
-            if bv.view.size("h", sizes_of(v) or ()) != sizes.heads:
-                continue
-            g = bound[3] if gates else None
-            beta = bound[-1] if scalars else None
-            if g is not None and "f" in g.view.labels and g.view.size("f", sizes_of(g.node) or ()) != keys:
-                continue
-            finals = tuple(_state_readings(exits[1 - o_at], sizes, keys)) if returned else ()
-            if returned and not finals:
-                continue
-            for rule in rules:
-                form = "decay" if gates and trial.as_decay[gates[0]] else "log"
-                yield Roles(bq, bk, bv, g, beta, None, rule, form, o_view, finals, sizes)
+            rules: tuple[str, ...] = ("delta",)
+            if self._scaling(k)[0]:
+                # One token from a zero state is the same under both rules.
+                rules = ("delta", "additive") if trial.multiplies(k) else ("additive", "delta")
+            nodes = [q, k, v, *gates, *scalars]
+            every = itertools.product(*(_readings(n, sizes) for n in nodes), o_views)
+            for readings in itertools.islice(every, _READINGS):
+                *read, o_view = readings
+                bound = [Bound(n, w) for n, w in zip(nodes, read, strict=True)]
+                bq, bk, bv = bound[:3]
+                keys = bq.view.size("f", sizes_of(q) or ())
+                if bk.view.size("f", sizes_of(k) or ()) != keys or bv.view.size("f", sizes_of(v) or ()) != sizes.width:
+                    continue
+                if bv.view.size("h", sizes_of(v) or ()) != sizes.heads:
+                    continue
+                g = bound[3] if gates else None
+                beta = bound[-1] if scalars else None
+                if beta is not None and "f" in beta.view.labels:
+                    continue
+                if g is not None and "f" in g.view.labels and g.view.size("f", sizes_of(g.node) or ()) != keys:
+                    continue
+                finals = tuple(_state_readings(exits[1 - self.o_at], sizes, keys)) if returned else ()
+                if returned and not finals:
+                    continue
+                for rule in rules:
+                    form = "decay" if gates and trial.as_decay[gates[0]] else "log"
+                    yield Roles(bq, bk, bv, g, beta, None, rule, form, o_view, finals, sizes)
 
 
 def _readings(node: fx.Node, sizes: Sizes) -> list[View]:
@@ -284,7 +266,7 @@ def _is_output(node: fx.Node, sizes: Sizes) -> bool:
     return any(v.cost <= 1 for v in _output_views(node, sizes))
 
 
-def _test(roles: Roles, trial: Trial, base: list[Tensor], o_at: int, *, state: bool) -> Roles:
+def _test(roles: Roles, trial: Trial, base: list[Tensor], o_at: int) -> Roles:
     """The hypothesis with its scale and its error filled in."""
     get: Callable[[fx.Node], Tensor] = trial.values.__getitem__
     o, final = evaluate(EAGER, roles, get, scale=1.0)
@@ -314,6 +296,8 @@ def _fixed(roles: Roles, trial: Trial, o_at: int) -> FixedDecay | None:
     decay = measured(o, q, k)
     if decay is None:
         return None
+    if trial.tables is not None and (fixed := decay_of(trial.tables, decay, trial.values)) is not None:
+        return fixed
     statics = {n: trial.values[n] for n in trial.boundary.statics if isinstance(trial.values[n], Tensor)}
     return find_decay(decay, trial.region.nodes, trial.inputs, statics)
 

@@ -93,7 +93,7 @@ def state_views(shape: Sequence[int], sizes: Sizes, keys: int | None) -> Iterato
         for order in ("kv", "vk"):
             long = [label for label in order if (sizes.width if label == "v" else keys) != 1]
             if keys is None and len(tail) == len(long) - 1:
-                long = ["v"]
+                long.remove("k")
             if len(tail) != len(long):
                 continue
             if any(n != {"v": sizes.width, "k": keys or n}[label] for label, n in zip(long, tail, strict=True)):

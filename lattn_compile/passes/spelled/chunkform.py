@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from torch import fx
 
+from lattn_compile.passes.spelled.chunk_grain import grain_of
 from lattn_compile.passes.spelled.chunk_layout import Nodes, output_of, state_of
 from lattn_compile.passes.spelled.chunk_ops import ANALYTIC, CONTRACTIONS, PADS, PRODUCTS, SOLVES, name_of, sources
-from lattn_compile.passes.spelled.chunk_region import Boundary, Survey, grain_of
-from lattn_compile.passes.spelled.chunk_roles import Roles, evaluate, find_roles
+from lattn_compile.passes.spelled.chunk_region import Boundary, Survey
+from lattn_compile.passes.spelled.chunk_roles import NotEqual, Roles, evaluate, find_roles
+from lattn_compile.passes.spelled.chunk_tables import ChunkProposal
 from lattn_compile.passes.spelled.chunk_views import Sizes, output_sizes
-from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal
+from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal, withdraw
 from lattn_compile.passes.spelled.ranges import interval, is_decay
 from lattn_compile.passes.spelled.subgraph import Rejected
 from lattn_compile.passes.spelled.writer import value
@@ -31,7 +33,7 @@ _LOOKS = 48
 _TRIALS = 24
 """Boundaries of a group of seeds that are run and found to be something else, before it is given up."""
 
-_WRONG = 2
+_WRONG = 3
 """How many of them may have the same outputs."""
 
 _CORES = 6
@@ -46,17 +48,38 @@ def find_chunk_forms(gm: fx.GraphModule, taken: set[fx.Node]) -> list[Proposal |
     """
     survey = Survey(gm.graph, taken)
     found: list[Proposal | NearMiss] = []
+    done: set[fx.Node] = set()
     for seeds in survey.groups():
-        left = list(seeds)
+        left = [n for n in seeds if n not in done]
         while left:
-            outcome, inside = _Search(survey).run(left)
+            outcome, inside = _largest(survey, left)
             if outcome is not None:
                 found.append(outcome)
+            done |= inside
             remaining = [n for n in left if n not in inside]
             if not isinstance(outcome, Proposal) or len(remaining) == len(left):
                 break
             left = remaining
     return found
+
+
+def _largest(survey: Survey, seeds: list[fx.Node]) -> tuple[Proposal | NearMiss | None, set[fx.Node]]:
+    """What the seeds are part of, and the nodes of it.
+
+    One block of tokens is a recurrence of its own, from no state. What the state gives to its outputs, and what it
+    leaves, are products of the same tensors that no further product reads: they may belong to it.
+    """
+    outcome, boundary = _Search(survey).run(seeds)
+    if not isinstance(outcome, Proposal) or boundary is None:
+        return outcome, set()
+    if more := survey.products_of(boundary):
+        whole, around = _Search(survey).run([*seeds, *more])
+        if isinstance(whole, Proposal) and around is not None:
+            if around.interior > boundary.interior:
+                withdraw(outcome)
+                return whole, around.interior
+            withdraw(whole)
+    return outcome, boundary.interior
 
 
 class _Search:
@@ -68,7 +91,7 @@ class _Search:
         self.tried: set[tuple[object, ...]] = set()
         self.looked = self.failed = 0
 
-    def run(self, seeds: Sequence[fx.Node]) -> tuple[Proposal | NearMiss | None, set[fx.Node]]:
+    def run(self, seeds: Sequence[fx.Node]) -> tuple[Proposal | NearMiss | None, Boundary | None]:
         cores = [set(seeds)]
         # Outputs above some of the seeds are looked at last: they may be those of a part of the recurrence.
         for early in (False, True):
@@ -76,7 +99,7 @@ class _Search:
                 for o_at, exits, sizes in self._candidates(core, early=early):
                     self.looked += 1
                     if self.looked > _LOOKS:
-                        return self._near_miss(seeds), set()
+                        return self._near_miss(seeds), None
                     try:
                         below = self.survey.below(core, exits)
                         boundary = self.survey.boundary(exits, below, sizes, set())
@@ -92,7 +115,7 @@ class _Search:
                             continue
                     if (done := self._bind(exits, o_at, below, sizes, boundary)) is not None:
                         return done
-        return self._near_miss(seeds), set()
+        return self._near_miss(seeds), None
 
     def _candidates(self, core: set[fx.Node], *, early: bool) -> list[tuple[int, list[fx.Node], Sizes]]:
         """Outputs with their sizes, likely ones first; outputs that are cut to their tokens later come last."""
@@ -109,7 +132,7 @@ class _Search:
 
     def _bind(
         self, exits: list[fx.Node], o_at: int, below: set[fx.Node], sizes: Sizes, boundary: Boundary
-    ) -> tuple[Proposal, set[fx.Node]] | None:
+    ) -> tuple[Proposal, Boundary] | None:
         opened: set[fx.Node] = set()
         wrong = 0
         if not 3 <= len(boundary.tokens) <= _INPUTS or len(boundary.states) > 1:
@@ -122,7 +145,7 @@ class _Search:
             self.tried.add(key)
             try:
                 roles = find_roles(exits, o_at, boundary, sizes)
-                return propose(self.survey, exits, o_at, boundary, roles), boundary.interior
+                return propose(self.survey, exits, o_at, boundary, roles), boundary
             except (NoMatch, Rejected) as e:
                 self._note(e)
                 if not isinstance(e, NoMatch) or e.code != "CHUNK_INPUTS":
@@ -143,12 +166,15 @@ class _Search:
         return None
 
     def _to_open(self, boundary: Boundary, sizes: Sizes) -> fx.Node | None:
-        """The latest boundary tensor that is made from several others, or else from one."""
+        """The latest boundary tensor that is made from another one, or else from several tensors, or else from one."""
         inside = [
             n
             for n in reversed(boundary.tokens)
             if n.op == "call_function" and name_of(n) in ANALYTIC - PADS and n not in self.survey.taken
         ]
+        for n in inside:
+            if self.survey.is_above(boundary.tokens, n):
+                return n
         for n in inside:
             if name_of(n) in ("mul", "div") and sum(not self.survey.is_constant(s) for s in sources(n)) > 1:
                 return n
@@ -156,7 +182,7 @@ class _Search:
 
     def _note(self, e: NoMatch | Rejected) -> None:
         e = e if isinstance(e, NoMatch) else NoMatch("CHUNK_INPUTS", str(e))
-        if self.furthest is None or _PROGRESS.index(e.code) >= _PROGRESS.index(self.furthest.code):
+        if self.furthest is None or _progress(e) >= _progress(self.furthest):
             self.furthest = e
 
     def _near_miss(self, seeds: Sequence[fx.Node]) -> NearMiss | None:
@@ -166,20 +192,36 @@ class _Search:
         if self.furthest is None:
             return None
         names = {name_of(n) for n in seeds}
-        if self.furthest.code not in ("CHUNK_DECAY_INPUTS", "DECAY_RANGE") and not (
-            names & (SOLVES | {"cumsum", "cumprod"}) and names & PRODUCTS
+        told_apart = isinstance(self.furthest, NotEqual) and self.furthest.distance < float("inf")
+        if (
+            not told_apart
+            and self.furthest.code not in ("CHUNK_DECAY_INPUTS", "DECAY_RANGE")
+            and not (names & (SOLVES | {"cumsum", "cumprod"}) and names & PRODUCTS)
         ):
             return None
         return self.furthest.at(seeds[-1])
 
 
+def _progress(e: NoMatch) -> tuple[int, float]:
+    return _PROGRESS.index(e.code), -e.distance if isinstance(e, NotEqual) else float("-inf")
+
+
 def propose(survey: Survey, exits: list[fx.Node], o_at: int, boundary: Boundary, roles: Roles) -> Proposal:
-    """Writes the op before the first node that reads an output. Raises NoMatch where a decay may exceed 1."""
+    """Writes the op before the first node that reads an output.
+
+    Raises:
+        NoMatch: a decay may exceed 1, or an input is computed only after an output was read: the outputs are not those
+            of one call.
+    """
     if roles.g is not None:
         node = roles.g.node
-        if not is_decay(node) if roles.decay_form == "decay" else interval(node)[0] > 0.0:
-            raise NoMatch("DECAY_RANGE", f"{node} lies in {interval(node)}", node)
+        low, high = interval(node)
+        if not (is_decay(node) or low >= 0.0) if roles.decay_form == "decay" else low > 0.0:
+            raise NoMatch("DECAY_RANGE", f"{node} lies in ({low}, {high})", node)
     reader = min((u for n in exits for u in n.users), key=survey.order.__getitem__)
+    order = survey.order
+    if late := [n for n in (*boundary.tokens, *boundary.states, *boundary.statics) if order[n] >= order[reader]]:
+        raise NoMatch("CHUNK_INPUTS", f"{late[0]} is computed after {reader} has read an output", late[0])
     w = Nodes(reader, max(exits, key=survey.order.__getitem__))
     try:
         o_old = exits[o_at]
@@ -189,6 +231,10 @@ def propose(survey: Survey, exits: list[fx.Node], o_at: int, boundary: Boundary,
             s_old = exits[1 - o_at]
             old.append(s_old)
             new.append(w.to(state_of(w, final, roles.final[0], value(s_old).shape), value(s_old).dtype))
+        if roles.tables is not None and roles.fixed is not None and (unsure := roles.tables.unsure()):
+            log = w.log_decay(roles.fixed, value(unsure[0]).device)
+            for table in unsure:
+                w.check_powers(table, roles.tables.powers[table], log)
     except BaseException:
         w.undo()
         raise
@@ -201,9 +247,9 @@ def propose(survey: Survey, exits: list[fx.Node], o_at: int, boundary: Boundary,
     if roles.g is not None and "f" in roles.g.view.labels:
         decay = "channel"
     if roles.fixed is not None:
-        domains.update(dict.fromkeys(boundary.statics, "beta"))
+        domains.update(dict.fromkeys(boundary.statics, "log_decay" if roles.negative else "beta"))
     named = {"q": roles.q, "k": roles.k, "v": roles.v, "g": roles.g, "beta": roles.beta, "initial_state": roles.state}
-    return Proposal(
+    return ChunkProposal(
         form="chunk",
         rule=roles.rule,
         decay=decay,
@@ -216,4 +262,5 @@ def propose(survey: Survey, exits: list[fx.Node], o_at: int, boundary: Boundary,
         roles={role: None if bound is None else bound.node for role, bound in named.items()},
         domains=domains,
         evidence={"nodes": len(boundary.interior), "trial_error": roles.error, "scale": roles.scale},
+        tables=roles.tables,
     )

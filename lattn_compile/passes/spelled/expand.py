@@ -8,15 +8,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from lattn_compile.passes.spelled.aten import CASTS, Index, arguments, is_snapshot, is_tensor, name_of, widens
-from lattn_compile.passes.spelled.labels import Axis, Label, constant_size, flat, is_one, regroup, same_size, unify
-from lattn_compile.passes.spelled.proposal import CONSTANT, NoMatch
-from lattn_compile.passes.spelled.terms import EYE, Expr, Factor, Term, add, atom, contract, inverse, multiply, sum_over
+from lattn_compile.passes.spelled.labels import (
+    Axis,
+    Label,
+    constant_size,
+    flat,
+    is_one,
+    regroup,
+    same_size,
+    size_of,
+    unify,
+)
+from lattn_compile.passes.spelled.proposal import CONSTANT, OUTER, NoMatch
+from lattn_compile.passes.spelled.terms import (
+    EYE,
+    Expr,
+    Factor,
+    Term,
+    add,
+    atom,
+    contract,
+    inverse,
+    is_mask,
+    multiply,
+    sum_over,
+)
+from lattn_compile.passes.spelled.views import of_booleans
 from lattn_compile.passes.spelled.writer import value
 
 __all__ = ["PRODUCTS", "SELECTS", "VIEWS", "Expander", "constant", "expandable", "is_zero"]
@@ -57,9 +81,11 @@ class Expander:
         if self.visits > _MAX_VISITS:
             raise NoMatch("TOO_MANY_TERMS", "the state update is too large to expand", node)
         if node is self.root:
-            return atom(node)
+            return atom(node, ones=self.index.ones)
         name = name_of(node)
         on_path = node in self.path
+        if not on_path and (mask := self._mask(node)) is not None:
+            return mask
         handler = None if is_snapshot(node) else _VIEWS.get(name)
         if handler is None and (on_path or self.depth >= PRODUCTS or self._constant(node)):
             handler = _PRODUCTS.get(name)
@@ -91,9 +117,29 @@ class Expander:
         node = self.index.same[node]
         if (known := constant(node)) is not None:
             return Expr([()] * len(value(node).shape), [Term(known, ())])
-        if is_zero(node):
-            return Expr([() if is_one(n) else (Label(n),) for n in value(node).shape], [])
-        return atom(node, self.index.repeated(node))
+        if (fill := _fill(node)) is not None:
+            return Expr([() if is_one(n) else (Label(n),) for n in value(node).shape], [Term(fill, ())] if fill else [])
+        return self.opaque(node)
+
+    def _mask(self, node: fx.Node) -> Expr | None:
+        """A mask that is made of masks: where another is not set, or where two are."""
+        name, given = name_of(node), node.args[:2]
+        if name in ("aten::sub", "aten::rsub") and len(node.args) == 2 and not node.kwargs:
+            one, other = given if name == "aten::sub" else given[::-1]
+            if type(one) not in (int, float) or one != 1 or not _is_mask(other):
+                return None
+            return _negated(self.expand(other))  # type: ignore[arg-type]
+        if not is_tensor(node) or value(node).dtype != torch.bool or not all(_is_mask(x) for x in given):
+            return None
+        if name in ("aten::logical_not", "aten::bitwise_not"):
+            return _negated(self.expand(given[0]))  # type: ignore[arg-type]
+        if name in ("aten::logical_and", "aten::bitwise_and") and len(given) == 2:
+            return multiply([self.expand(x) for x in given])  # type: ignore[arg-type]
+        return None
+
+    def opaque(self, node: fx.Node) -> Expr:
+        """A tensor that is not looked into."""
+        return atom(node, self.index.repeated(node), ones=self.index.ones)
 
     def _part(self, node: fx.Node) -> Expr | None:
         """One of the tensors that `unbind` returns, or `split` into parts of one position each."""
@@ -128,6 +174,18 @@ class Expander:
         return Expr([], [Term(number(x), ())])
 
 
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, fx.Node) and of_booleans(x)
+
+
+def _negated(x: Expr) -> Expr | None:
+    """1 - x, of one mask."""
+    if len(x.terms) != 1 or x.terms[0].coefficient != 1.0 or len(x.terms[0].factors) != 1:
+        return None
+    (mask,) = x.terms[0].factors
+    return Expr(x.axes, [Term(1.0, (replace(mask, negated=not mask.negated),))]) if is_mask(mask) else None
+
+
 def expandable(node: fx.Node) -> bool:
     """Whether there is anything to look into."""
     if node is EYE:
@@ -138,10 +196,20 @@ def expandable(node: fx.Node) -> bool:
 
 def is_zero(node: fx.Node) -> bool:
     """A tensor of zeros."""
+    return _fill(node) == 0
+
+
+def _fill(node: fx.Node) -> float | None:
+    """The number that every element of a tensor is made as."""
     name = name_of(node)
+    if not is_tensor(node) or not value(node).dtype.is_floating_point:
+        return None
     if name in ("aten::zeros", "aten::new_zeros", "aten::zeros_like"):
-        return True
-    return name in ("aten::full", "aten::new_full", "aten::full_like") and arguments(node).get("fill_value") == 0
+        return 0.0
+    if name in ("aten::ones", "aten::new_ones", "aten::ones_like"):
+        return 1.0
+    x = arguments(node).get("fill_value") if name in ("aten::full", "aten::new_full", "aten::full_like") else None
+    return float(x) if isinstance(x, (int, float)) else None
 
 
 _PARTS = frozenset(["aten::unbind", "aten::split", "aten::split_with_sizes", "aten::chunk", "aten::tensor_split"])
@@ -164,6 +232,9 @@ def constant(node: fx.Node) -> float | None:
         return float(x) if isinstance(x, (int, float)) else None
     if isinstance(x := node.meta.get(CONSTANT), torch.Tensor):
         return float(x)
+    outer = node.meta.get(OUTER)
+    if outer is not None and value(outer).dim() == v.dim():
+        return constant(outer)
     if node.op != "get_attr" or node.graph.owning_module is None:
         return None
     x = node.graph.owning_module
@@ -231,7 +302,8 @@ def _expand(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
     shape = value(node).shape
     axes: list[Axis] = [()] * (len(shape) - len(x.axes)) + list(x.axes)
     for i, n in enumerate(shape):
-        if not flat(axes[i]) and not is_one(n):
+        if not is_one(n) and is_one(size_of(axes[i])):
+            unify(axes[i], ())
             axes[i] = (Label(n),)
     return Expr(axes, x.terms)
 
@@ -354,7 +426,7 @@ def _fixed(x: Expr, dim: int, position: int, *, keep: bool) -> Expr:
                     index.append(axis)
             if f.node is EYE and any(isinstance(i, int) for i in index):
                 raise NoMatch("AXES", "a row of an identity matrix")
-            factors.append(Factor(f.node, tuple(index)))
+            factors.append(replace(f, index=tuple(index)))
         terms.append(Term(term.coefficient, tuple(factors)))
     axes = list(x.axes)
     axes[dim : dim + 1] = [()] if keep else []
@@ -509,6 +581,13 @@ def _addcmul(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
     return add([e.operand(a["self"]), product.scaled(number(a.get("value", 1)))])
 
 
+def _addcdiv(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
+    if a["tensor2"] in e.path or a["tensor2"] is e.root:
+        raise NoMatch("STATE_OP", "a division by the state", node)
+    quotient = multiply([e.operand(a["tensor1"]), inverse(e.operand(a["tensor2"]))])
+    return add([e.operand(a["self"]), quotient.scaled(number(a.get("value", 1)))])
+
+
 def _addmm(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
     """baddbmm, addmm, addmv, addr: beta * input + alpha * (first @ second)."""
     names = list(a)
@@ -523,6 +602,25 @@ def _lerp(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
     start, end, weight = e.operand(a["self"]), e.operand(a["end"]), e.operand(a["weight"])
     again, other = e.operand(a["self"]), e.operand(a["weight"])
     return add([start, multiply([weight, end]), multiply([other, again]).scaled(-1.0)])
+
+
+def _choice(e: Expander, node: fx.Node, mask: Any, x: Expr, y: Expr) -> Expr:
+    """x where the mask is set, else y."""
+    if not isinstance(mask, fx.Node) or mask in e.path or mask is e.root:
+        raise NoMatch("STATE_OP", f"what {name_of(node)} keeps of the state depends on the state", node)
+    chosen, other = e.expand(mask), _negated(e.expand(mask))
+    if other is None:
+        chosen, other = e.opaque(mask), _negated(e.opaque(mask))
+    assert other is not None
+    return add([multiply([chosen, x]), multiply([other, y])])
+
+
+def _where(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
+    return _choice(e, node, a["condition"], e.operand(a["self"]), e.operand(a["other"]))
+
+
+def _masked_fill(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
+    return _choice(e, node, a["mask"], e.operand(a["value"]), e.operand(a["self"]))
 
 
 Handler = Callable[[Expander, fx.Node, dict[str, Any]], Expr]
@@ -598,11 +696,14 @@ _SUMS: dict[str, Handler] = {
     "aten::subtract": _add,
     "aten::rsub": _add,
     "aten::addcmul": _addcmul,
+    "aten::addcdiv": _addcdiv,
     "aten::baddbmm": _addmm,
     "aten::addmm": _addmm,
     "aten::addmv": _addmm,
     "aten::addr": _addmm,
     "aten::lerp": _lerp,
+    "aten::where": _where,
+    "aten::masked_fill": _masked_fill,
 }
 
 _SELECTS: dict[str, Handler] = {"aten::select": _select}

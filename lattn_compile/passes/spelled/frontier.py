@@ -7,11 +7,13 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import Index, name_of
+from lattn_compile.passes.spelled.aten import Index, is_tensor, name_of
 from lattn_compile.passes.spelled.expand import is_zero
 from lattn_compile.passes.spelled.proposal import CONSTANT, NoMatch, Proposal
+from lattn_compile.passes.spelled.views import of_booleans
+from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["frontier_of"]
+__all__ = ["frontier_of", "is_comparison"]
 
 _MAX_REGION = 20_000
 _NEAR = 200
@@ -45,9 +47,9 @@ def frontier_of(index: Index, proposal: Proposal, needed: Iterable[fx.Node]) -> 
             raise NoMatch("TOO_MANY_TERMS", "the region between the inputs and the outputs is too large", node)
         if CONSTANT in node.meta:
             continue
-        ends = node.op not in ("call_function", "get_attr") or _is_random(node)
-        taken = node in given and not index.repeated(node) and not leads.to(node)
-        if (node in read and not index.repeated(node)) or ends or taken:
+        ends = node.op not in ("call_function", "get_attr") or _is_random(node) or is_comparison(node)
+        drawn = not index.repeated(node) and not _is_cast_mask(node)
+        if ends or (drawn and (node in read or (node in given and not leads.to(node)))):
             frontier[node] = None
         else:
             given.update(_drawable(index, _times_zero(node)))
@@ -94,7 +96,7 @@ def _drawable(index: Index, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         if node in seen or node.op == "get_attr" or CONSTANT in node.meta:
             continue
         seen.add(node)
-        if index.repeated(node):
+        if index.repeated(node) or _is_cast_mask(node):
             waiting.extend(node.all_input_nodes)
         else:
             out.append(node)
@@ -125,7 +127,22 @@ def _independent(index: Index, frontier: Iterable[fx.Node]) -> list[fx.Node]:
         return above[node]
 
     # Only constants may join a value of the frontier on its way; else the value itself is the better input.
-    return [n for n in kept if _is_random(n) or not (depends(n) and _closed(index, n, kept))]
+    return [n for n in kept if _is_random(n) or is_comparison(n) or not (_closed(index, n, kept) and depends(n))]
+
+
+def _is_cast_mask(node: fx.Node) -> bool:
+    """A mask as a number, which no random draw would be."""
+    return is_tensor(node) and value(node).dtype.is_floating_point and of_booleans(node)
+
+
+def is_comparison(node: fx.Node) -> bool:
+    """A mask that data make. Drawn on its own, it is any mask: an equality that holds then holds for this one."""
+    return name_of(node) in _COMPARISONS and any(
+        is_tensor(x) and value(x).dtype.is_floating_point for x in node.all_input_nodes
+    )
+
+
+_COMPARISONS = frozenset(f"aten::{name}" for name in ("gt", "ge", "lt", "le", "eq", "ne", "isnan", "isinf", "isfinite"))
 
 
 def _is_random(node: fx.Node) -> bool:

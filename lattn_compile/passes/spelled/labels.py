@@ -1,20 +1,36 @@
 """Axis labels: which index of which factor an axis of a tensor is.
 
 A tensor of shape [B*H, K] has the axes ((b, h), (k,)): an axis is a tuple of labels, most significant first, and one of
-size 1 is (). Reshapes and transposes then only regroup labels. A label that turns out to be a product is split, and two
-labels that turn out to be one are unified, where they are: everything that mentions them sees it.
+size 1 is (), unless a recurrence is looked for whose K or V is 1 (`Index.ones`). Reshapes and transposes then only
+regroup labels. A label that turns out to be a product is split, and two labels that turn out to be one are unified,
+where they are: everything that mentions them sees it.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lattn_compile.passes.spelled.proposal import NoMatch
 
-__all__ = ["Axis", "Label", "constant_size", "flat", "is_one", "regroup", "same_size", "size_of", "unify"]
+__all__ = [
+    "Axis",
+    "Label",
+    "constant_size",
+    "equal_but_for_order",
+    "flat",
+    "is_one",
+    "regroup",
+    "same_size",
+    "simple",
+    "size_of",
+    "unify",
+]
 
 
 class Label:
@@ -46,7 +62,53 @@ def same_size(a: Any, b: Any) -> bool:
     x, y = constant_size(a), constant_size(b)
     if x is not None or y is not None:
         return x == y
-    return bool(a.node.expr == b.node.expr)
+    if simple(a.node.expr) == simple(b.node.expr):
+        return True
+    env, pair = a.node.shape_env, frozenset((a.node.expr, b.node.expr))
+    known = _equal.setdefault(env, {})
+    if pair not in known:
+        known[pair] = env is b.node.shape_env and (_guarded(env, a, b) or statically_known_true(a == b))
+    return known[pair]
+
+
+def _guarded(env: Any, a: Any, b: Any) -> bool:
+    """Whether the trace put a guard on it that two sizes are equal, as a broadcast of one with the other does."""
+    difference = (simple(a.node.expr) - simple(b.node.expr)).expand()
+    for guard in env.guards:
+        if type(guard.expr).__name__ == "Equality":
+            left, right = (simple(x) for x in guard.expr.args)
+            if (left - right).expand() in (difference, -difference):
+                return True
+    return False
+
+
+_equal: weakref.WeakKeyDictionary[Any, dict[frozenset[Any], bool]] = weakref.WeakKeyDictionary()
+
+
+@functools.lru_cache(maxsize=4096)
+def simple(expr: Any) -> Any:
+    """A symbolic size without divisions that come out whole: (n * n) // n is n. Tracers leave them, where an axis of
+    one size is merged with another of the same size and taken apart again."""
+    if not expr.args:
+        return expr
+    args = [simple(x) for x in expr.args]
+    if type(expr).__name__ == "FloorDiv":
+        quotient = (args[0] / args[1]).cancel()
+        return quotient if quotient.as_numer_denom()[1] == 1 else expr.func(*args)
+    return expr.func(*args).expand()
+
+
+def equal_but_for_order(a: Iterable[Any], b: Iterable[Any]) -> bool:
+    """Whether these are the same sizes in some order, those of 1 aside."""
+    left = [n for n in b if not is_one(n)]
+    for m in a:
+        if is_one(m):
+            continue
+        at = next((i for i, n in enumerate(left) if same_size(m, n)), None)
+        if at is None:
+            return False
+        del left[at]
+    return not left
 
 
 def is_one(n: Any) -> bool:
@@ -83,7 +145,10 @@ def _quotient(n: Any, m: Any) -> Any | None:
 
 
 def unify(a: Iterable[Label], b: Iterable[Label]) -> None:
-    """Make two axes of equal size one and the same. Raises NoMatch where their factors do not line up."""
+    """Make two axes of equal size one and the same. Raises NoMatch where their factors do not line up.
+
+    An index of size 1 that meets another size was broadcast, and is none.
+    """
     xs, ys = flat(a), flat(b)
     while xs and ys:
         x, y = xs.pop(), ys.pop()
@@ -91,6 +156,12 @@ def unify(a: Iterable[Label], b: Iterable[Label]) -> None:
             continue
         if same_size(x.size, y.size):
             x.parts = (y,)
+        elif is_one(x.size):
+            x.parts = ()
+            ys.append(y)
+        elif is_one(y.size):
+            y.parts = ()
+            xs.append(x)
         elif (rest := _quotient(x.size, y.size)) is not None:
             head = Label(rest)
             x.parts = (head, y)
@@ -101,8 +172,10 @@ def unify(a: Iterable[Label], b: Iterable[Label]) -> None:
             ys.append(head)
         else:
             raise NoMatch("AXES", f"axes of {x.size} and {y.size} do not line up")
-    if xs or ys:
-        raise NoMatch("AXES", f"axes of {size_of(a)} and {size_of(b)} do not line up")
+    for label in xs + ys:
+        if not is_one(label.size):
+            raise NoMatch("AXES", f"axes of {size_of(a)} and {size_of(b)} do not line up")
+        label.parts = ()
 
 
 def regroup(axes: Sequence[Axis], shape: Sequence[Any]) -> list[Axis]:
@@ -113,11 +186,15 @@ def regroup(axes: Sequence[Axis], shape: Sequence[Any]) -> list[Axis]:
     for size in shape:
         taken: list[Label] = []
         left = size
+        if is_one(size) and waiting and is_one(waiting[-1].size):
+            taken.append(waiting.pop())
         while not is_one(left):
             if not waiting:
                 raise NoMatch("AXES", f"a reshape to {list(shape)} cuts across axes")
             label = waiting.pop()
-            if same_size(label.size, left):
+            if is_one(label.size):
+                label.parts = ()
+            elif same_size(label.size, left):
                 taken.append(label)
                 left = 1
             elif (rest := _quotient(left, label.size)) is not None:
@@ -132,6 +209,8 @@ def regroup(axes: Sequence[Axis], shape: Sequence[Any]) -> list[Axis]:
             else:
                 raise NoMatch("AXES", f"a reshape to {list(shape)} cuts across axes")
         out.append(tuple(taken))
-    if waiting:
-        raise NoMatch("AXES", f"a reshape to {list(shape)} cuts across axes")
+    for label in waiting:
+        if not is_one(label.size):
+            raise NoMatch("AXES", f"a reshape to {list(shape)} cuts across axes")
+        label.parts = ()
     return out

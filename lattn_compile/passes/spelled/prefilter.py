@@ -48,10 +48,22 @@ _SIGNS = frozenset(
         "lerp_",
     )
 )
-_PRODUCTS = frozenset(("mul", "multiply", "imul", "mul_", "matmul", "bmm", "mm", "imatmul"))
+_MATRIX_PRODUCTS = frozenset(("matmul", "bmm", "mm", "imatmul"))
+_PRODUCTS = frozenset(("mul", "multiply", "imul", "mul_")) | _MATRIX_PRODUCTS
 _SUMS = frozenset(("add", "sub", "iadd", "isub", "add_", "sub_", "rsub", "subtract", "addmm"))
-# After these, an outer product is no longer one: a rotary embedding's angles, a mask.
-_ENDS = frozenset(("cos", "sin", "cat", "concat", "softmax", "where", "masked_fill", "eq", "lt", "gt", "le", "ge"))
+# After these, an outer product is no longer one: a rotary embedding's angles, a comparison.
+_ENDS = frozenset(("cos", "sin", "cat", "concat", "softmax", "eq", "lt", "gt", "le", "ge"))
+
+# fmt: off
+_VIEWS = frozenset((
+    "view", "reshape", "transpose", "permute", "t", "getattr", "squeeze", "unsqueeze", "flatten", "unflatten",
+    "contiguous", "clone", "to", "float", "half", "type_as", "_to_copy", "expand", "getitem",
+))
+# What may stand between the two products of a parallel form, `((q @ k.mT) * mask) @ v`. A softmax may not.
+_MASKS = _VIEWS | frozenset((
+    "mul", "multiply", "imul", "mul_", "div", "div_", "truediv", "divide", "where", "masked_fill", "masked_fill_",
+))
+# fmt: on
 
 
 def may_hold_a_recurrence(module: fx.GraphModule) -> bool:
@@ -65,6 +77,8 @@ def may_hold_a_recurrence(module: fx.GraphModule) -> bool:
         if name in _PRODUCTS and (_outer(node, name) is not False) and _reaches_a_sum(node):
             return True
         if name in _SUMS and _adds_a_product(node):
+            return True
+        if name in _MATRIX_PRODUCTS and _of_computed(node) and _reaches_a_product(node):
             return True
     return False
 
@@ -95,7 +109,7 @@ def _outer(node: fx.Node, name: str) -> bool | None:
     assert x is not None and y is not None
     if name in ("mul", "multiply", "imul", "mul_"):
         # Expanded operands do not show what they repeat: then the size says nothing.
-        return all(_lacks(s, out) or _expanded(a) for s, a in zip((x, y), node.args, strict=False))
+        return all(_lacks(s, out) or _expanded(a) or _given_an_axis(a) for s, a in zip((x, y), node.args, strict=False))
     return len(x) > 1 and len(y) > 1 and _one(x[-1])
 
 
@@ -106,6 +120,16 @@ def _lacks(shape: tuple[Any, ...], out: tuple[Any, ...]) -> bool:
 
 def _expanded(node: Any) -> bool:
     return isinstance(node, fx.Node) and _name(node) in ("expand", "expand_as", "broadcast_to", "repeat")
+
+
+def _given_an_axis(node: Any) -> bool:
+    """Whether an operand was given an axis for the product: of sizes that are 1 themselves it shows nothing."""
+    while isinstance(node, fx.Node) and _name(node) == "slice":
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or _name(node) not in ("unsqueeze", "getitem"):
+        return False
+    index = node.args[1] if _name(node) == "getitem" else None
+    return index is None or (isinstance(index, tuple) and None in index)
 
 
 def _one(n: Any) -> bool:
@@ -122,6 +146,32 @@ def _reaches_a_sum(node: fx.Node) -> bool:
                 if user.op != "output":
                     return True
             elif name not in _ENDS and user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return bool(waiting)
+
+
+def _of_computed(node: fx.Node) -> bool:
+    """Whether no weight is in a matrix product, as far as ranks tell: a weight is a matrix that nothing computes."""
+    for x in node.args[:2]:
+        while isinstance(x, fx.Node) and _name(x) in _VIEWS and x.args:
+            x = x.args[0]
+        if not isinstance(x, fx.Node):
+            return False
+        if x.op in ("placeholder", "get_attr") and len(shape_of(x) or (1, 1, 1)) < 3:
+            return False
+    return True
+
+
+def _reaches_a_product(node: fx.Node) -> bool:
+    """Whether a matrix product comes to another through masks and views alone."""
+    waiting, seen = [node], {node}
+    while waiting and len(seen) < 32:
+        for user in waiting.pop().users:
+            name = _name(user)
+            if name in _MATRIX_PRODUCTS and _of_computed(user):
+                return True
+            if name in _MASKS and user not in seen:
                 seen.add(user)
                 waiting.append(user)
     return bool(waiting)

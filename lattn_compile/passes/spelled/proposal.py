@@ -14,6 +14,10 @@ from lattn_compile.errors import Reason, reason
 CONSTANT = "lattn_constant"
 """Key of a placeholder's metadata for the literal that it stands for, while a graph is searched."""
 
+OUTER = "lattn_outer"
+"""Key of the metadata of an input of a loop's body, while the body is searched: the value outside that it is, or that
+it is a slice of (which then has one axis more)."""
+
 
 @dataclass
 class Proposal:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lattn_compile.passes.spelled.proposal import CONSTANT
+from lattn_compile.passes.spelled.proposal import CONSTANT, OUTER
 from lattn_compile.passes.spelled.subgraph import arguments, clean_state, constant, name_of
 from lattn_compile.passes.spelled.writer import value
 
@@ -27,6 +27,7 @@ _INF = math.inf
 _REALS: Interval = (-_INF, _INF)
 _ULPS = 4
 _READ_ELEMENTS = 1 << 22
+_COMPUTED_NODES = 64
 
 
 def is_log_decay(node: fx.Node, known: dict[fx.Node, Interval] | None = None) -> bool:
@@ -60,7 +61,52 @@ def interval(node: fx.Node, known: dict[fx.Node, Interval] | None = None) -> Int
             continue
         known[at] = _bounded(at, rule, known)
         stack.pop()
+    low, high = known[node]
+    if high > 0 and not (low >= 0 and high <= 1) and (found := _evaluated(node)) is not None:
+        known[node] = found
     return known[node]
+
+
+def _evaluated(node: fx.Node) -> Interval | None:
+    """The bounds of a value that is made of constants alone, found by computing it."""
+    order: list[fx.Node] = []
+    waiting, seen = [node], {node}
+    while waiting:
+        at = waiting.pop()
+        order.append(at)
+        if at.op == "get_attr" or CONSTANT in at.meta:
+            if _constant(at) is None:
+                return None
+            continue
+        if at.op != "call_function" or len(order) > _COMPUTED_NODES or not _computable(at):
+            return None
+        fresh = [n for n in at.all_input_nodes if n not in seen]
+        seen.update(fresh)
+        waiting.extend(fresh)
+    values: dict[fx.Node, Any] = {}
+    try:
+        with clean_state(), torch.no_grad():
+            for at in sorted(order):
+                if at.op == "get_attr" or CONSTANT in at.meta:
+                    values[at] = _constant(at).to("cpu")  # type: ignore[union-attr]
+                    continue
+                args, kwargs = fx.map_arg((at.args, at.kwargs), values.__getitem__)
+                if "device" in kwargs:
+                    kwargs = {**kwargs, "device": torch.device("cpu")}
+                values[at] = at.target(*args, **kwargs)  # type: ignore[operator]
+            low, high = (float(x) for x in values[node].to(torch.float64).aminmax())
+    except Exception:  # whatever an op does not like: nothing is known then
+        return None
+    return None if low != low or high != high else _loose(low, high, _dtype(node), [0.0, 1.0])
+
+
+def _computable(node: fx.Node) -> bool:
+    target, made = node.target, value(node)
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags or "empty" in target._schema.name:
+        return False
+    return isinstance(made, Tensor) and all(isinstance(n, int) for n in made.shape) and made.numel() <= _READ_ELEMENTS
 
 
 def _rule(node: fx.Node) -> _Rule | None:
@@ -73,6 +119,8 @@ def _bounded(node: fx.Node, rule: _Rule | None, known: dict[fx.Node, Interval]) 
     whole = _whole(node)
     if node.op == "get_attr" or CONSTANT in node.meta:
         found = _read(node)
+    elif OUTER in node.meta:
+        found = interval(node.meta[OUTER])
     elif rule is None:
         return whole
     else:
@@ -125,7 +173,16 @@ def _up(x: float, dtype: torch.dtype) -> float:
 
 
 def _read(node: fx.Node) -> Interval:
-    """The bounds of a constant. A parameter is none: training changes it."""
+    """The bounds of a constant."""
+    if (found := _constant(node)) is None:
+        return _whole(node)
+    with clean_state(), torch.no_grad():
+        low, high = found.to(torch.float64).aminmax()
+        return float(low), float(high)
+
+
+def _constant(node: fx.Node) -> Tensor | None:
+    """A tensor that stays as it is. A parameter does not: training changes it."""
     found = constant(node)
     if (
         not isinstance(found, Tensor)
@@ -133,14 +190,11 @@ def _read(node: fx.Node) -> Interval:
         or found.requires_grad
         or found.is_complex()
         or not 0 < found.numel() <= _READ_ELEMENTS
+        or found.device.type == "meta"
         or any(_writes(user) for user in node.users)
     ):
-        return _whole(node)
-    with clean_state(), torch.no_grad():
-        if found.device.type == "meta":
-            return _whole(node)
-        low, high = found.to(torch.float64).aminmax()
-        return float(low), float(high)
+        return None
+    return found
 
 
 def _writes(node: fx.Node) -> bool:

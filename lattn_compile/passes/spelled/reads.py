@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import CASTS, SHAPE_ONLY, Index, is_tensor, name_of
+from lattn_compile.passes.spelled.aten import CASTS, Index, is_tensor, name_of
 from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander
-from lattn_compile.passes.spelled.labels import Axis, Label, flat, is_one, same_size, unify
+from lattn_compile.passes.spelled.labels import Axis, Label, equal_but_for_order, flat, is_one, unify
 from lattn_compile.passes.spelled.proposal import NoMatch
-from lattn_compile.passes.spelled.spine import is_view, path_between
-from lattn_compile.passes.spelled.step import Step
+from lattn_compile.passes.spelled.spine import path_between
 from lattn_compile.passes.spelled.terms import Expr, Factor, Term, keyed, simplify
+from lattn_compile.passes.spelled.token import Step
+from lattn_compile.passes.spelled.views import is_view, only_shape
 from lattn_compile.passes.spelled.writer import value
 
 __all__ = ["Fate", "Read", "fate_of", "find_late_read", "find_reads", "same_elements"]
@@ -57,7 +58,7 @@ def find_reads(index: Index, state: fx.Node, exclude: Collection[fx.Node]) -> tu
     while waiting:
         node, path = waiting.pop()
         for user in index.users(node):
-            if user in seen or name_of(user) in SHAPE_ONLY:
+            if user in seen or only_shape(user):
                 continue
             seen.add(user)
             if user in exclude:
@@ -285,8 +286,4 @@ def fate_of(index: Index, state: fx.Node, exclude: Collection[fx.Node]) -> Fate:
 
 def same_elements(a: fx.Node, b: fx.Node) -> bool:
     """Whether two values are tensors of the same sizes, axes of 1 and their order aside."""
-    if not is_tensor(a) or not is_tensor(b):
-        return False
-    x = sorted((n for n in value(a).shape if not is_one(n)), key=str)
-    y = sorted((n for n in value(b).shape if not is_one(n)), key=str)
-    return len(x) == len(y) and all(same_size(m, n) for m, n in zip(x, y, strict=True))
+    return is_tensor(a) and is_tensor(b) and equal_but_for_order(value(a).shape, value(b).shape)

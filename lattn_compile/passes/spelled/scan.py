@@ -6,9 +6,10 @@ tokens. Any other loop is kept, and the step inside its body is replaced.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,7 @@ from lattn_compile.passes.spelled.lift import (
     reshapes,
     rule_of,
 )
-from lattn_compile.passes.spelled.proposal import NearMiss, Proposal
+from lattn_compile.passes.spelled.proposal import OUTER, NearMiss, Proposal
 from lattn_compile.passes.spelled.vectorize import parts
 from lattn_compile.passes.spelled.writer import Writer, aten, value
 
@@ -69,7 +70,8 @@ def rewrite_scan(gm: fx.GraphModule, scan_node: fx.Node, match_body: MatchBody) 
         that of the body. The step is what was found and wants verifying; that it is done at every token follows
         from the rules of `lift`, whatever else the body computes.
     """
-    found = match_body(_submodule(gm, scan_node.args[0]))
+    with _known_inputs(gm, scan_node):
+        found = match_body(_submodule(gm, scan_node.args[0]))
     if not isinstance(found, Proposal):
         return found
     writer = Writer(before=scan_node, like=scan_node)
@@ -79,6 +81,26 @@ def rewrite_scan(gm: fx.GraphModule, scan_node: fx.Node, match_body: MatchBody) 
         writer.undo()
         return _inside(found, str(keep))
     return proposal
+
+
+@contextlib.contextmanager
+def _known_inputs(gm: fx.GraphModule, scan_node: fx.Node) -> Iterator[None]:
+    """What a scan's body is given at every token, or a slice of, is known outside: a decay that is a constant, or made
+    by a sigmoid. A body that several loops share has inputs of several meanings."""
+    body = _submodule(gm, scan_node.args[0])
+    same = (n for n in gm.graph.find_nodes(op="get_attr") if getattr(gm, str(n.target), None) is body)
+    callers = {user for n in same for user in n.users}
+    _, init, xs, additional = scan_node.args
+    inputs = body.graph.find_nodes(op="placeholder")[len(init) :]  # type: ignore[arg-type]
+    outer = [*xs, *additional] if len(callers) == 1 else []  # type: ignore[misc]
+    known = [(x, y) for x, y in zip(inputs, outer, strict=False) if isinstance(y, fx.Node)]
+    for x, y in known:
+        x.meta[OUTER] = y
+    try:
+        yield
+    finally:
+        for x, _ in known:
+            del x.meta[OUTER]
 
 
 def _inside(found: Proposal | NearMiss | None, why: str) -> Proposal | NearMiss | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 
 import torch
@@ -12,11 +13,12 @@ from lattn_compile.passes.spelled.build import build, role_nodes
 from lattn_compile.passes.spelled.canonical import canonicalize
 from lattn_compile.passes.spelled.chain import Chain, Link, find_chains
 from lattn_compile.passes.spelled.chunkform import find_chunk_forms
+from lattn_compile.passes.spelled.labels import is_one, size_of
 from lattn_compile.passes.spelled.lift import as_before
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal
 from lattn_compile.passes.spelled.scan import is_scan, is_while_loop, rewrite_scan, rewrite_while_loop
 from lattn_compile.passes.spelled.stacks import simplify_stacks
-from lattn_compile.passes.spelled.writer import Writer, keep_gradient
+from lattn_compile.passes.spelled.writer import Writer, keep_gradient, value
 
 __all__ = ["Found", "commit", "find", "region_of", "search", "sections_of", "tidy"]
 
@@ -55,6 +57,8 @@ def _search(gm: fx.GraphModule, found: Found) -> None:
             taken |= {node, *node.users}
     for outcome in find_chunk_forms(gm, taken):
         _sort(mine, outcome)
+    inside = {n for p in mine.proposals if p.form == "chunk" for n in region_of(p)}
+    mine.misses = [m for m in mine.misses if m.node not in inside]
     found.proposals += mine.proposals
     found.misses += mine.misses
 
@@ -87,6 +91,7 @@ def find(gm: fx.GraphModule, *, in_loop: bool = False) -> Found:
     canonicalize(gm)
     index = Index(gm.graph)
     chains, found.misses, found.refused = find_chains(index, in_loop=in_loop)
+    chains += _with_ones(index, chains, found, in_loop)
     for chain in chains:
         for piece in _without_feedback(index, chain):
             try:
@@ -95,6 +100,26 @@ def find(gm: fx.GraphModule, *, in_loop: bool = False) -> Found:
                 found.refused |= {n for link in piece.links for n in link.step.path}
                 found.misses.append(error.at(piece.links[-1].step.update, steps=len(piece.links)))
     return found
+
+
+def _with_ones(index: Index, known: list[Chain], found: Found, in_loop: bool) -> list[Chain]:
+    """Chains whose K or V is 1. Looked for once the others are known, of which their axes could be broadcast ones."""
+    taken = {n for chain in known for link in chain.links for n in link.step.path}
+    index.ones = True
+    more, misses, refused = find_chains(index, in_loop=in_loop)
+    index.ones = False
+    chains = [
+        chain
+        for chain in more
+        if any(is_one(size_of(axis)) for axis in (chain.links[0].step.key, chain.links[0].step.column))
+        and not any(link.step.path & taken for link in chain.links)
+    ]
+    mine = {n for chain in chains for link in chain.links for n in link.step.path}
+    told = {miss.node for miss in found.misses} | taken | mine
+    found.misses = [m for m in found.misses if m.node not in mine]
+    found.misses += [m for m in misses if m.node not in told and any(is_one(n) for n in value(m.node).shape[-2:])]
+    found.refused = (found.refused | refused) - mine
+    return chains
 
 
 def _without_feedback(index: Index, chain: Chain) -> list[Chain]:
@@ -173,15 +198,30 @@ def commit(proposal: Proposal) -> dict[fx.Node, fx.Node]:
     What leaves the graph keeps the strides it had: a cache of others would be compiled for anew.
     """
     done: dict[fx.Node, fx.Node] = {}
+    inserted = set(proposal.inserted)
     for old, new in zip(proposal.old, proposal.new, strict=True):
         if any(u.op == "output" or name_of(u) == "aten::copy_" for u in old.users):
             w = Writer(new.next, new)
             new = as_before(w, new, old) or new
             proposal.inserted += w.inserted
+            inserted.update(w.inserted)
         keep_gradient(new, old)
-        old.replace_all_uses_with(new)
+        # What was inserted may read a size off what it replaces.
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inserted)
         done[old] = new
+    if proposal.step is not None:
+        _erase_loop(proposal.anchor)
     return done
+
+
+def _erase_loop(loop: fx.Node) -> None:
+    """Takes a loop away that one op stands for. Dead code elsewhere may be an effect; this is known to be none, and
+    autograd would refuse it where its carries are its inputs."""
+    for user in list(loop.users):
+        if user.target is operator.getitem and not user.users:
+            loop.graph.erase_node(user)
+    if not loop.users:
+        loop.graph.erase_node(loop)
 
 
 def tidy(gm: fx.GraphModule, ops: list[fx.Node]) -> None:

@@ -9,62 +9,23 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import CASTS, SHAPE_ONLY, Index, is_snapshot, is_tensor, name_of, widens
-from lattn_compile.passes.spelled.expand import is_zero
-from lattn_compile.passes.spelled.labels import is_one, same_size
+from lattn_compile.passes.spelled.aten import CASTS, SHAPE_ONLY, Index, is_tensor, name_of, widens
+from lattn_compile.passes.spelled.expand import VIEWS, Expander, is_zero
+from lattn_compile.passes.spelled.labels import Axis, equal_but_for_order, flat, is_one
+from lattn_compile.passes.spelled.views import is_view
 from lattn_compile.passes.spelled.writer import value
 
 __all__ = ["candidates", "full_size", "is_view", "path_between", "roots_of", "stored_origin"]
 
 _ADDITIONS = frozenset(
-    f"aten::{name}" for name in ("add", "sub", "subtract", "rsub", "addcmul", "baddbmm", "addmm", "addr", "lerp")
+    f"aten::{name}"
+    for name in ("add", "sub", "subtract", "rsub", "addcmul", "addcdiv", "baddbmm", "addmm", "addr", "lerp")
 )
 _FUSED = frozenset(["aten::addcmul", "aten::baddbmm", "aten::addmm", "aten::addr"])
-_VIEWS = frozenset(
-    f"aten::{name}"
-    for name in [
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "squeeze",
-        "unsqueeze",
-        "permute",
-        "transpose",
-        "t",
-        "mT",
-        "movedim",
-        "moveaxis",
-        "swapaxes",
-        "swapdims",
-        "expand",
-        "clone",
-        "contiguous",
-        "alias",
-        "positive",
-        "_reshape_alias",
-        "numpy_T",
-        "adjoint",
-        "mH",
-        "view_as",
-        "reshape_as",
-    ]
-)
 _SCALINGS = frozenset(["aten::mul", "aten::div", "aten::neg", "aten::multiply"])
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node holds the very values of its first argument."""
-    name = name_of(node)
-    if is_snapshot(node):
-        return False
-    if name == "aten::slice":
-        source = value(node.args[0])
-        return all(same_size(a, b) for a, b in zip(source.shape, value(node).shape, strict=True))
-    if name in CASTS:
-        return is_tensor(node.args[0]) and value(node.args[0]).dtype == value(node).dtype
-    return name in _VIEWS
+_CHOICES = {"aten::where": (1, 2), "aten::masked_fill": (0,)}
+"""Operands that a mask chooses from."""
+_MASKINGS = _SCALINGS | _CHOICES.keys()
 
 
 def _shape(node: fx.Node) -> Sequence[object]:
@@ -73,13 +34,7 @@ def _shape(node: fx.Node) -> Sequence[object]:
 
 def full_size(x: object, like: fx.Node) -> bool:
     """Whether operand `x` of `like` has all its elements, apart from axes of size 1."""
-    if not is_tensor(x):
-        return False
-    a = [n for n in _shape(x) if not is_one(n)]  # type: ignore[arg-type]
-    b = [n for n in _shape(like) if not is_one(n)]
-    return len(a) == len(b) and all(
-        same_size(m, n) for m, n in zip(sorted(a, key=str), sorted(b, key=str), strict=True)
-    )
+    return is_tensor(x) and equal_but_for_order(_shape(x), _shape(like))  # type: ignore[arg-type]
 
 
 def _is_outer(index: Index, node: fx.Node) -> bool:
@@ -87,6 +42,8 @@ def _is_outer(index: Index, node: fx.Node) -> bool:
     name = name_of(node)
     if name in ("aten::outer", "aten::ger", "aten::addr"):
         return True
+    if index.ones and name != "aten::einsum":
+        return _is_outer_with_ones(index, node)
     if name in ("aten::mul", "aten::multiply", "aten::addcmul"):
         pair = node.args[1:3] if name == "aten::addcmul" else node.args[:2]
         if not all(is_tensor(x) for x in pair) or len(pair) < 2:
@@ -105,6 +62,30 @@ def _is_outer(index: Index, node: fx.Node) -> bool:
         # A letter that is summed over has to be of size 1 to be none; that is left to the expansion.
         return len(subscripts) > 1 and all(set(right) - set(s) for s in subscripts)
     return False
+
+
+def _is_outer_with_ones(index: Index, node: fx.Node) -> bool:
+    """The same where K or V is 1: sizes do not tell an axis that an operand lacks from one that it has, labels do."""
+    name = name_of(node)
+    if not any(is_one(n) for n in _shape(node)):
+        return False
+    pair = node.args[1:3] if name in _FUSED else node.args[:2]
+    if len(pair) < 2 or not all(is_tensor(x) for x in pair):
+        return False
+    x, y = (_axes_with_ones(index, p) for p in pair)  # type: ignore[arg-type]
+    if name in ("aten::mul", "aten::multiply", "aten::addcmul"):
+        rank = max(len(x), len(y))
+        axes = list(zip([()] * (rank - len(x)) + x, [()] * (rank - len(y)) + y, strict=True))
+        return all(any(flat(a) and not flat(b) for a, b in side) for side in (axes, [(b, a) for a, b in axes]))
+    if name in ("aten::matmul", "aten::bmm", "aten::mm", "aten::baddbmm", "aten::addmm") and min(len(x), len(y)) > 1:
+        return bool(flat(x[-2]) and flat(y[-1])) and not flat(x[-1]) and not flat(y[-2])
+    return False
+
+
+def _axes_with_ones(index: Index, x: fx.Node) -> list[Axis]:
+    """The axes of an operand, without labels along which its values are repeated."""
+    axes, repeated = Expander(index, None, (), VIEWS).expand(x).axes, index.repeated(x)
+    return [() if i in repeated else axis for i, axis in enumerate(axes)]
 
 
 def _varying(index: Index, node: fx.Node) -> list[object]:
@@ -127,6 +108,8 @@ def candidates(index: Index) -> Iterator[list[fx.Node]]:
         for addition in [node] if name_of(node) in _FUSED else _additions(node):
             if addition in seen or not is_tensor(addition):
                 continue
+            if index.ones and not any(is_one(n) for n in _shape(addition)):
+                continue
             seen.add(addition)
             ladder = [addition]
             while len(ladder) < 4 and (above := _only_addition(ladder[-1])) is not None:
@@ -143,17 +126,22 @@ def _additions(seed: fx.Node) -> list[fx.Node]:
         for user in node.users:
             if name_of(user) in _ADDITIONS and full_size(node, user):
                 found.append(user)
-            elif steps < 8 and (is_view(user) or (name_of(user) in _SCALINGS and full_size(node, user))):
+            elif steps < 8 and (is_view(user) or (name_of(user) in _MASKINGS and full_size(node, user))):
                 waiting.append((user, steps + 1))
     return found
 
 
 def _only_addition(node: fx.Node) -> fx.Node | None:
+    """The one addition that a sum flows into, through views and masks."""
     while len(node.users) == 1:
         (user,) = node.users
-        if name_of(user) in _ADDITIONS and full_size(node, user):
+        name = name_of(user)
+        if not is_tensor(user):
+            return None
+        if full_size(node, user) and (name in _ADDITIONS or name == "aten::where"):
             return user
-        if not is_view(user):
+        masks = name in ("aten::mul", "aten::multiply", "aten::masked_fill")
+        if not is_view(user) and not (masks and full_size(node, user)):
             return None
         node = user
     return None
@@ -206,6 +194,8 @@ def _carriers(index: Index, node: fx.Node) -> list[fx.Node]:
         return [source] if exact else []  # type: ignore[list-item]
     if name == "aten::einsum":
         return [x for x in node.args[1] if full_size(x, node)]  # type: ignore[misc, union-attr]
+    if name in _CHOICES:
+        return [x for x in (node.args[i] for i in _CHOICES[name]) if full_size(x, node)]  # type: ignore[misc]
     carrying = _ADDITIONS | _SCALINGS | {"aten::matmul", "aten::bmm", "aten::mm"}
     if name not in carrying or (_is_outer(index, node) and name not in _FUSED):
         return []

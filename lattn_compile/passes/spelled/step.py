@@ -8,83 +8,20 @@ terms are then *proved* to be a decay, a rank-one write, and an erase that reads
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection
 
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import CASTS, Index, is_tensor, name_of
+from lattn_compile.passes.spelled.aten import Index, is_tensor
 from lattn_compile.passes.spelled.expand import PRODUCTS, SELECTS, VIEWS, Expander, expandable
-from lattn_compile.passes.spelled.labels import Axis, Label, flat, unify
+from lattn_compile.passes.spelled.labels import Label, flat, unify
 from lattn_compile.passes.spelled.proposal import NoMatch
-from lattn_compile.passes.spelled.spine import full_size, is_view, path_between
-from lattn_compile.passes.spelled.terms import Expr, Factor, Term, frozenset_of, simplify
-from lattn_compile.passes.spelled.writer import value
+from lattn_compile.passes.spelled.rules import prove_delta, refuse_hidden_beta, split_additive, sum_inside
+from lattn_compile.passes.spelled.spine import full_size, path_between
+from lattn_compile.passes.spelled.terms import Expr, Factor, Term, is_mask, simplify
+from lattn_compile.passes.spelled.token import NeedsMatrix, Product, Step
 
-__all__ = ["NeedsMatrix", "Product", "Step", "match_step", "split_product"]
-
-
-@dataclass(frozen=True)
-class Product:
-    """coefficient · Π factors."""
-
-    coefficient: float = 1.0
-    factors: tuple[Factor, ...] = ()
-
-
-@dataclass
-class Step:
-    """One matched update.
-
-    Attributes:
-        update: the new state; root: the previous one.
-        path: nodes from root to update, both excluded from use by others if the update is to go away.
-        batch, key, column: labels of the state: sequences and heads, K, V.
-        axes: of the update; root_index: labels of the root's axes.
-        decay_terms: D as a sum of products; one product of coefficient 1 without factors is no decay.
-        k: a product; v, beta: sums of products. beta None is 1.
-        late: nodes of a read that is spelled with the previous state.
-        failure: why the step cannot be used after all.
-    """
-
-    update: fx.Node
-    root: fx.Node
-    path: set[fx.Node]
-    rule: str
-    axes: list[Axis]
-    root_index: tuple[Axis, ...]
-    batch: list[Label]
-    key: list[Label]
-    column: list[Label]
-    decay_terms: list[Product]
-    k: Product
-    v: list[Product]
-    beta: list[Product] | None
-    depth: int = 0
-    failure: NoMatch | None = None
-    late: set[fx.Node] = field(default_factory=set)
-
-    @property
-    def decay(self) -> str:
-        labels = {label for p in self.decay_terms for f in p.factors for label in f.labels()}
-        if labels & set(self.keys()):
-            return "channel"
-        plain = len(self.decay_terms) == 1 and not self.decay_terms[0].factors
-        return "none" if plain and self.decay_terms[0].coefficient == 1.0 else "head"
-
-    def keys(self) -> list[Label]:
-        return flat(self.key)
-
-
-# Matching.
-
-
-class NeedsMatrix(Exception):
-    """A factor holds two axes that have to be told apart: look into it."""
-
-    def __init__(self, node: fx.Node) -> None:
-        self.node = node
-
+__all__ = ["match_step"]
 
 # Looking deeper into what does not depend on the state changes nothing about these.
 _FINAL = frozenset(["STATE_OP", "STATE_ROUNDED", "ARITHMETIC_DTYPE"])
@@ -229,10 +166,10 @@ def _classify(
             raise NoMatch("NOT_RANK_ONE", "what is written is a sum of outer products", update)
     key, renames = _key_labels(expr, erases, order, root, update, key_axis, decays)
     decay_terms = [Product(t.coefficient, _without(t, root)) for t in decays]
-    if len(decay_terms) > 1:
+    if len(decay_terms) > 1 and not any(is_mask(f) for p in decay_terms for f in p.factors):
         for p in decay_terms:
             for f in p.factors:
-                if (inner := _sum_inside(f.node)) is not None and inner not in looked_into:
+                if (inner := sum_inside(f.node)) is not None and inner not in looked_into:
                     raise NeedsMatrix(inner)
     step = Step(
         update=update,
@@ -257,11 +194,11 @@ def _classify(
         if any(columns & set(f.labels()) for f in p.factors):
             raise NoMatch("DECAY_AXIS", "the decay depends on the value axis of the state", update)
     if erases:
-        _prove_delta(step, erases, writes, renames, root)
+        prove_delta(step, erases, writes, renames, root)
         if step.beta is None:
-            _refuse_hidden_beta(step, index)
+            refuse_hidden_beta(step, index)
     else:
-        _split_additive(step, writes)
+        split_additive(step, writes)
     return step
 
 
@@ -340,165 +277,3 @@ def _column(step: Step, free: list[Label], writes: list[Term], order: list[Label
             if keys & set(f.labels()) and set(f.labels()) - keys:
                 raise NeedsMatrix(f.node)
     raise NoMatch("NOT_RANK_ONE", "what is written is no outer product of a key and a value", step.update)
-
-
-@dataclass
-class _Split:
-    """Factors of one product by the axes they run along."""
-
-    key: list[Factor]
-    column: list[Factor]
-    scalar: list[Factor]
-
-
-def split_product(factors: Iterable[Factor], keys: set[Label], columns: set[Label]) -> _Split:
-    out = _Split([], [], [])
-    for f in factors:
-        labels = set(f.labels())
-        if labels & keys and labels & columns:
-            raise NeedsMatrix(f.node)
-        (out.key if labels & keys else out.column if labels & columns else out.scalar).append(f)
-    return out
-
-
-def _keys_of(factors: Iterable[Factor], rename: dict[Label, Label] | None = None) -> frozenset[tuple[object, int]]:
-    return frozenset_of(f.key(rename) for f in factors)  # type: ignore[arg-type]
-
-
-def _take(from_: list[Factor], what: Iterable[Factor]) -> list[Factor] | None:
-    """`from_` without `what`, as multisets; None if something is missing."""
-    rest = list(from_)
-    for f in what:
-        hit = next((g for g in rest if g.key() == f.key()), None)
-        if hit is None:
-            return None
-        rest.remove(hit)
-    return rest
-
-
-def _prove_delta(
-    step: Step, erases: list[Term], writes: list[Term], renames: list[dict[Label, Label]], root: fx.Node
-) -> None:
-    if len(step.decay_terms) > 1:
-        raise NoMatch("DECAY_FORM", "the decay of a delta rule is a sum of terms", step.update)
-    if len(erases) > 1:
-        for term in erases:
-            for f in _without(term, root):
-                if (inner := _sum_inside(f.node)) is not None:
-                    raise NeedsMatrix(inner)
-        raise NoMatch("NOT_RANK_ONE", "more than one erase", step.update)
-    (decay,), (erase,), (rename,) = step.decay_terms, erases, renames
-    keys, columns = set(step.key), set(step.column)
-    # An erase reads the decayed state: its factors hold the decay, along the summed axis.
-    names_inside = {outer: summed for summed, outer in rename.items()}
-    factors = _take(list(_without(erase, root)), [f.renamed(names_inside) for f in decay.factors])
-    if factors is None:
-        raise NoMatch("DECAY_ORDER", "the erase does not read the decayed state", step.update)
-    read = [f for f in factors if set(f.labels()) & set(rename)]
-    outside = [f for f in factors if f not in read]
-    for f in read:
-        if set(f.labels()) & (keys | columns):
-            raise NeedsMatrix(f.node)
-    parts = split_product(outside, keys, columns)
-    if parts.column:
-        raise NoMatch("STATE_MIXED", "the erase depends on the value axis", step.update)
-    if _keys_of(read, rename) != _keys_of(parts.key):
-        raise NoMatch("KEYS_DIFFER", "the state is erased along another key than it is read along", step.update)
-    if decay.coefficient == 0.0:
-        raise NoMatch("DECAY_RANGE", "the decay is zero", step.update)
-    strength = -erase.coefficient / decay.coefficient
-    if strength <= 0.0:
-        raise NoMatch("ERASE_SIGN", "the erase adds what it should take away", step.update)
-    values: list[Product] = []
-    key, beta = None, None
-    for term in writes:
-        w = split_product(term.factors, keys, columns)
-        if _keys_of(w.key) != _keys_of(parts.key):
-            raise NoMatch("KEYS_DIFFER", "the state is written along another key than it is erased along", step.update)
-        norms, rest = _shared_scalars(parts.scalar, w.scalar, step)
-        found = (tuple(parts.key + norms), tuple(rest))
-        if (key, beta) == (None, None):
-            key, beta = found
-        elif (_keys_of(key or ()), _keys_of(beta or ())) != (_keys_of(found[0]), _keys_of(found[1])):
-            raise NoMatch("NOT_RANK_ONE", "two writes along different keys", step.update)
-        if not w.column:
-            raise NoMatch("NOT_RANK_ONE", "a write without a value", step.update)
-        if abs(term.coefficient / strength - 1.0) > 1e-12 and len(writes) == 1:
-            raise NoMatch("BETA_ONE_SIDE", "write and erase have different strengths", step.update)
-        values.append(Product(term.coefficient / strength, tuple(w.column)))
-    step.k, step.v = Product(1.0, key or ()), values
-    step.beta = None if not beta and strength == 1.0 else [Product(strength, beta or ())]
-
-
-def _sum_inside(node: fx.Node) -> fx.Node | None:
-    """The sum that a node is a view of, if it is one of one number and one tensor: 1 - beta."""
-    while is_view(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    if name_of(node) not in ("aten::rsub", "aten::sub", "aten::add"):
-        return None
-    return node if len(node.all_input_nodes) == 1 else None
-
-
-def _shared_scalars(erase: list[Factor], write: list[Factor], step: Step) -> tuple[list[Factor], list[Factor]]:
-    """(norms, beta): the erase carries norms² · beta, the write norms · beta; nothing else is allowed."""
-    doubled: list[Factor] = []
-    rest = list(erase)
-    for f in erase:
-        once = _take(rest, [f])
-        twice = None if once is None else _take(once, [f])
-        if twice is not None:
-            doubled.append(f)
-            rest = twice
-    for n in range(len(doubled), -1, -1):
-        norms = doubled[:n]
-        beta = _take(erase, norms + norms)
-        if beta is not None and _take(write, norms + beta) == []:
-            return norms, beta
-    raise NoMatch("BETA_ONE_SIDE", "a factor stands on the write or on the erase only", step.update)
-
-
-def _refuse_hidden_beta(step: Step, index: Index) -> None:
-    """Without a beta, a value that is itself scaled per head is a beta on the write alone. A mask is none."""
-    columns = set(step.column)
-    for p in step.v:
-        for f in p.factors:
-            inside = Expander(index, None, (), SELECTS).expand(f.node)
-            along = {
-                label
-                for axis, labels in zip(f.index, inside.axes, strict=True)
-                if not isinstance(axis, int) and set(flat(axis)) & columns
-                for label in flat(labels)
-            }
-            for term in inside.terms if along else ():
-                if any(not along & set(g.labels()) and not _is_mask(g.node) for g in term.factors):
-                    raise NoMatch("BETA_ONE_SIDE", "a factor stands on the write only", f.node)
-
-
-def _is_mask(node: fx.Node) -> bool:
-    """Whether a tensor is a cast of integers or booleans."""
-    while is_view(node) or name_of(node) in CASTS or name_of(node) in ("aten::select", "aten::slice"):
-        if not is_tensor(node.args[0]):
-            return False
-        node = node.args[0]  # type: ignore[assignment]
-    return not value(node).dtype.is_floating_point
-
-
-def _split_additive(step: Step, writes: list[Term]) -> None:
-    """k, v and beta of writes without an erase. Values may be summed, or strengths, along one key."""
-    keys, columns = set(step.key), set(step.column)
-    splits = [(t, split_product(t.factors, keys, columns)) for t in writes]
-    first = splits[0][1]
-    for _, s in splits:
-        if not s.key or not s.column:
-            raise NoMatch("NOT_RANK_ONE", "what is written is no outer product of a key and a value", step.update)
-        if _keys_of(s.key) != _keys_of(first.key):
-            raise NoMatch("NOT_RANK_ONE", "two writes along different keys", step.update)
-    step.k = Product(1.0, tuple(first.key))
-    if all(_keys_of(s.scalar) == _keys_of(first.scalar) for _, s in splits):
-        step.beta = [Product(1.0, tuple(first.scalar))] if first.scalar else None
-        step.v = [Product(t.coefficient, tuple(s.column)) for t, s in splits]
-    elif all(_keys_of(s.column) == _keys_of(first.column) for _, s in splits):
-        step.beta = [Product(t.coefficient, tuple(s.scalar)) for t, s in splits]
-        step.v = [Product(1.0, tuple(first.column))]
-    else:
-        raise NoMatch("NOT_RANK_ONE", "two writes of different values and strengths", step.update)

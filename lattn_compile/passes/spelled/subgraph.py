@@ -10,7 +10,7 @@ import contextlib
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lattn_compile.passes.spelled.proposal import CONSTANT
+from lattn_compile.passes.spelled.smooth import smoothed
 from lattn_compile.passes.spelled.writer import value
 
 __all__ = [
@@ -93,6 +94,7 @@ class Region:
         constants: get_attr tensors among `nodes`, read when extracted.
         last_use: per node, the values nothing reads after it.
         modules: bodies of higher-order ops, by their get_attr node.
+        smooth: calls that run without their kink (`smooth.py`).
     """
 
     inputs: list[fx.Node]
@@ -101,6 +103,7 @@ class Region:
     constants: dict[fx.Node, Tensor]
     last_use: dict[fx.Node, list[fx.Node]]
     modules: dict[fx.Node, fx.GraphModule]
+    smooth: set[fx.Node] = field(default_factory=set)
 
 
 @contextlib.contextmanager
@@ -345,6 +348,8 @@ def run(
             env[node] = None
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             env[node] = _loop(node, region, env, sizes)
+        elif node in region.smooth:
+            env[node] = smoothed(node, name_of(node), env[node.args[0]])  # type: ignore[index]
         else:
             env[node] = out = _call(node, env, sizes)
             if isinstance(out, Tensor) and tuple(out.shape) != tuple(sizes(node)):

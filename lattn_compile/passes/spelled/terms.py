@@ -6,13 +6,14 @@ mul, sum: (Σ_terms coefficient · Π factor[labels]); a label that is not on an
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from lattn_compile.passes.spelled.labels import Axis, Label, constant_size, flat, is_one, unify
 from lattn_compile.passes.spelled.proposal import NoMatch
+from lattn_compile.passes.spelled.views import of_booleans
 from lattn_compile.passes.spelled.writer import value
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "broadcast",
     "contract",
     "inverse",
+    "is_mask",
     "keyed",
     "multiply",
     "simplify",
@@ -46,11 +48,16 @@ EYE: Any = _Eye()
 
 @dataclass(frozen=True)
 class Factor:
-    """`node[index]`, or 1 / `node[index]`: an axis of the node is an axis of labels, or a constant position."""
+    """`node[index]`: an axis of the node is an axis of labels, or a constant position.
+
+    Attributes:
+        inverse: 1 / `node[index]` instead. negated: 1 - `node[index]`, of a mask.
+    """
 
     node: fx.Node
     index: tuple[Index, ...]
     inverse: bool = False
+    negated: bool = False
 
     def labels(self) -> list[Label]:
         return [label for axis in self.index if not isinstance(axis, int) for label in flat(axis)]
@@ -61,12 +68,18 @@ class Factor:
         return (
             self.node,
             self.inverse,
+            self.negated,
             *(axis if isinstance(axis, int) else tuple(rename.get(x, x) for x in flat(axis)) for axis in self.index),
         )
 
     def renamed(self, rename: dict[Label, Label]) -> Factor:
         index = tuple(a if isinstance(a, int) else tuple(rename.get(x, x) for x in flat(a)) for a in self.index)
-        return Factor(self.node, index, self.inverse)
+        return Factor(self.node, index, self.inverse, self.negated)
+
+
+def is_mask(f: Factor) -> bool:
+    """Whether a factor is 0 or 1 for certain."""
+    return f.node is not EYE and of_booleans(f.node)
 
 
 @dataclass(frozen=True)
@@ -93,9 +106,12 @@ class Expr:
         return [label for axis in self.axes for label in flat(axis)]
 
 
-def atom(node: fx.Node, repeated: Collection[int] = ()) -> Expr:
-    """A tensor that is not looked into. Along the axes `repeated` it holds the same values again and again."""
-    axes: list[Axis] = [() if is_one(n) else (Label(n),) for n in value(node).shape]
+def atom(node: fx.Node, repeated: Collection[int] = (), *, ones: bool = False) -> Expr:
+    """A tensor that is not looked into. Along the axes `repeated` it holds the same values again and again.
+
+    `ones`: axes of size 1 have an index, too.
+    """
+    axes: list[Axis] = [() if is_one(n) and not ones else (Label(n),) for n in value(node).shape]
     index = tuple(0 if i in repeated and axis else axis for i, axis in enumerate(axes))
     return Expr(axes, [Term(1.0, (Factor(node, index),))])
 
@@ -106,7 +122,7 @@ def inverse(expr: Expr) -> Expr:
         raise NoMatch("STATE_OP", "a division by a sum")
     (term,) = expr.terms
     factors = tuple(Factor(f.node, f.index, not f.inverse) for f in term.factors)
-    if any(f.node is EYE for f in factors) or term.labels() - set(expr.free()):
+    if any(f.node is EYE or is_mask(f) for f in factors) or term.labels() - set(expr.free()):
         raise NoMatch("STATE_OP", "a division by a contraction")
     return Expr(expr.axes, [Term(1.0 / term.coefficient, factors)])
 
@@ -121,7 +137,7 @@ def broadcast(exprs: Sequence[Expr]) -> list[Axis]:
                 continue
             if flat(out[i]):
                 unify(axis, out[i])
-            else:
+            if not flat(out[i]):
                 out[i] = axis
     return out
 
@@ -141,10 +157,9 @@ def contract(exprs: Sequence[Expr], subscripts: Sequence[Sequence[Any]], output:
     named: dict[Any, Axis] = {}
     for e, names in zip(exprs, subscripts, strict=True):
         for axis, name in zip(e.axes, names, strict=True):
-            if name in named and flat(named[name]):
-                if flat(axis):
-                    unify(axis, named[name])
-            else:
+            if name in named and flat(named[name]) and flat(axis):
+                unify(axis, named[name])
+            if name not in named or not flat(named[name]):
                 named[name] = axis
     summed = [label for name, axis in named.items() if name not in output for label in flat(axis)]
     return Expr([named[name] for name in output], sum_over(_product(exprs), summed))
@@ -195,17 +210,56 @@ def keyed(expr: Expr) -> dict[Any, float]:
 
 
 def simplify(expr: Expr) -> Expr:
-    """Carries out sums over identity matrices, drops zero terms, and adds up equal ones."""
+    """Carries out sums over identity matrices, drops zero terms, and adds up equal ones, those of one mask included."""
     free = set(expr.free())
+    terms = _added(free, [_without_eyes(term, free) for term in expr.terms])
+    for mask in _masks(terms, free):
+        terms = _limited(_by_mask(terms, mask, free))
+    return Expr(expr.axes, terms)
+
+
+def _added(free: set[Label], terms: Iterable[Term]) -> list[Term]:
     merged: dict[Any, Term] = {}
-    for term in expr.terms:
-        term = _without_eyes(term, free)
+    for term in terms:
         if term.coefficient == 0.0:
             continue
         key = frozenset_of(f.key(_summed_names(term, free)) for f in term.factors)
         known = merged.get(key)
         merged[key] = term if known is None else Term(known.coefficient + term.coefficient, term.factors)
-    return Expr(expr.axes, [t for t in merged.values() if t.coefficient != 0.0])
+    return [t for t in merged.values() if t.coefficient != 0.0]
+
+
+def _masks(terms: Iterable[Term], free: set[Label]) -> list[Factor]:
+    """The masks that choose between terms: factors of 0 or 1 that nothing is summed over with."""
+    found: dict[Any, Factor] = {}
+    for term in terms:
+        for f in term.factors:
+            if is_mask(f) and set(f.labels()) <= free:
+                plain = replace(f, negated=False)
+                found.setdefault(plain.key(), plain)
+    return list(found.values())
+
+
+def _by_mask(terms: Iterable[Term], mask: Factor, free: set[Label]) -> list[Term]:
+    """Terms where a mask is set, and where it is not; what is the same in both is one term again."""
+    true, false = mask.key(), replace(mask, negated=True).key()
+    where: dict[bool, list[Term]] = {True: [], False: []}
+    for term in terms:
+        keys = {f.key() for f in term.factors}
+        rest = Term(term.coefficient, tuple(f for f in term.factors if f.key() not in (true, false)))
+        if false not in keys:
+            where[True].append(rest)
+        if true not in keys:
+            where[False].append(rest)
+    on, off = (
+        {frozenset_of(f.key(_summed_names(t, free)) for f in t.factors): t for t in _added(free, where[side])}
+        for side in (True, False)
+    )
+    both = {k for k in on.keys() & off.keys() if on[k].coefficient == off[k].coefficient}
+    return [
+        *(on[k] if k in both else Term(on[k].coefficient, (*on[k].factors, mask)) for k in on),
+        *(Term(t.coefficient, (*t.factors, replace(mask, negated=True))) for k, t in off.items() if k not in both),
+    ]
 
 
 def frozenset_of(keys: Iterable[Any]) -> frozenset[tuple[Any, int]]:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.labels import constant_size
+from lattn_compile.passes.spelled.frontier import is_comparison
+from lattn_compile.passes.spelled.labels import constant_size, same_size
 from lattn_compile.passes.spelled.lift import (
     CREATIONS,
     PARTS,
@@ -130,6 +131,8 @@ class Vectorizer:
             return None
         if not isinstance(value(first), torch.Tensor):
             return None
+        if is_comparison(first):
+            return None  # a value that the self-check draws, as it stands
         if any(len(n.args) != len(first.args) or n.kwargs.keys() != first.kwargs.keys() for n in column):
             return None
         try:
@@ -346,7 +349,7 @@ def _agree(a: Any, b: Any, depth: int = 8) -> bool:
             return False
         x, y = value(a), value(b)
         if isinstance(x, torch.SymInt) and isinstance(y, torch.SymInt):
-            return bool(x.node.expr == y.node.expr)
+            return same_size(x, y)
         return alike(a, b, depth)
     if isinstance(a, list | tuple):
         return (

@@ -117,7 +117,7 @@ class Writer:
             if node is self.before:
                 break
             v = value(node)
-            if isinstance(v, torch.SymInt) and v.node.expr == n.node.expr:
+            if isinstance(v, torch.SymInt) and same_size(v, n):
                 return node
         for node in self.graph.nodes:
             if node is self.before:
@@ -125,7 +125,7 @@ class Writer:
             v = value(node)
             if isinstance(v, torch.Tensor):
                 for dim, m in enumerate(v.shape):
-                    if isinstance(m, torch.SymInt) and m.node.expr == n.node.expr:
+                    if isinstance(m, torch.SymInt) and same_size(m, n):
                         return self.call(aten.sym_size.int, node, dim)
         raise LookupError(f"no node before {self.before} has the size {n}")
 

@@ -238,8 +238,8 @@ def divided_by_growth(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, 
     return torch.stack(outs, 1), S
 
 
-# functorch levels in a graph are not made functional, so nothing is searched there
-@match("additive", "channel", untraceable=("make_fx", "export", "compile"))
+# make_fx cannot run what it traces of a vmap; export cannot lift a constant out of this one.
+@match("additive", "channel", untraceable=("make_fx", "export"))
 def vmap_over_heads(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Pair:
     def head(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> Pair:
         ys = []

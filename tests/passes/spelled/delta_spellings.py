@@ -316,8 +316,7 @@ def _matrix_step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Te
     return S, q @ S
 
 
-# functorch levels in a graph are not made functional, so nothing is searched there
-@match("delta", "head", untraceable=("make_fx", "export", "compile"))
+@match("delta", "head", untraceable=("make_fx",))
 def vmap_over_batch_and_heads(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Pair:
     step = torch.func.vmap(torch.func.vmap(_matrix_step))
     outs = []

@@ -33,6 +33,7 @@ BETAS = ("on_update", "on_key", "on_key_ahead", "on_key_and_value", "root")
 SCALES = ("none", "q_ahead", "q_step", "o_step", "o_end", "o_divided")
 COLLECTS = ("stack", "stack_then_transpose", "cat", "buffer", "copy")
 NOISES = ("none", "clone", "to", "reshape", "transposes", "times_one")
+MASKS = ("where", "where_not", "lerp", "float", "difference", "clear", "clear_by_product")
 CONSTANT = 0.9
 
 
@@ -65,6 +66,7 @@ class Spelling:
     read_product: str
     collect: str
     noise: str
+    mask: str  # none, or how tokens are skipped, or the state cleared before them
     mutation: str | None
 
     def arguments(self) -> tuple[int, str, dict[str, Any]]:
@@ -77,6 +79,8 @@ class Spelling:
         """Keyword arguments of `harness.recurrence`, whatever the mutation."""
         key_heads = self.heads // self.group
         a = Args(*(x.double() for x in a))
+        if self.mask != "none":
+            return self._masked_meaning(a)
         return {
             "q": a.q[:, :, :key_heads],
             "k": a.k[:, :, :key_heads],
@@ -88,6 +92,19 @@ class Spelling:
             "scale": 1.0 if self.scale == "none" else self._scale,
             "stored": self._stored,
         }
+
+    def _masked_meaning(self, a: Args) -> dict[str, Any]:
+        plain = replace(self, mask="none").meaning(a)
+        live, g, beta = self._live(a.beta)[..., None], plain["g"], plain["beta"]
+        wide = live if g is None else live.reshape(*live.shape, *[1] * (g.dim() - 3))
+        if self.mask.startswith("clear"):
+            return {**plain, "g": torch.where(wide, g, -math.inf)}
+        beta = torch.ones_like(a.beta) if beta is None else beta
+        return {**plain, "g": None if g is None else torch.where(wide, g, 0.0), "beta": beta * live}
+
+    def _live(self, beta: Tensor) -> Tensor:
+        """[B, T]: which tokens are not masked."""
+        return beta[..., 0] > 0.4
 
     @property
     def _stored(self) -> torch.dtype | None:
@@ -206,13 +223,14 @@ class Spelling:
             q, k = (x[:, :, : self.heads // self.group].repeat_interleave(self.group, dim=2) for x in (q, k))
         if self.scale == "q_ahead":
             q = q * self._scale
+        live = self._at(self._live(beta)[..., None].expand(beta.shape)) if self.mask != "none" else [None] * self.tokens
         beta = self._strength(beta)
         if self.beta == "root" and self.rule == "delta":
             k, v, beta = k * beta.sqrt()[..., None], v * beta.sqrt()[..., None], torch.ones_like(beta)
         kb = self._at(k * beta[..., None]) if self.beta == "on_key_ahead" else [None] * self.tokens
         ahead = self.decay_form not in ("exp", "constant", "none")
         decays = self._at(self._decays(g) if ahead else g)
-        columns = zip(*(self._at(x) for x in (q, k, v, beta)), decays, kb, strict=True)
+        columns = zip(*(self._at(x) for x in (q, k, v, beta)), decays, kb, live, strict=True)
 
         state: Tensor | None = self._fold_heads(S.mT if self.values_first else S)
         if self.start != "given":
@@ -220,11 +238,12 @@ class Spelling:
         state = None if state is None else self._kept(state)
         outs: list[Tensor] = []
         older = last = state
-        for qt, kt, vt, bt, at, kbt in columns:
+        for qt, kt, vt, bt, at, kbt, mt in columns:
             fold = self._fold_heads
             token = Token(
                 q=fold(qt), k=fold(kt), v=fold(vt), beta=fold(bt), decay=self._decay(fold(at), ahead),
                 kb=None if kbt is None else fold(kbt), previous=last, older=older, outs=outs,
+                live=None if mt is None else fold(mt),
             )  # fmt: skip
             older, (state, o) = last, self._step(token, None if state is None else state.to(q.dtype))
             state = last = self._kept(self._noisy(state))
@@ -249,12 +268,30 @@ class Spelling:
             u = token.v if self.rule == "additive" else token.beta[..., None] * token.v
             S = source = products.outer(self.write_product, token.k, u, self.values_first)
         else:
-            S = source = self.updated(token, S)
+            S = source = self._masked(token, S) if token.live is not None else self.updated(token, S)
         q = token.q * self._scale if self.scale == "q_step" else token.q
         o = products.read(self.read_product, source, q, self.values_first)
         if self.scale == "o_step":
             o = self._scale * o
         return S, o / math.sqrt(self.key_dim) if self.scale == "o_divided" else o
+
+    def _masked(self, token: Token, S: Tensor) -> Tensor:
+        assert token.live is not None
+        live = token.live[..., None, None]
+        number = live.to(S.dtype)
+        if self.mask.startswith("clear"):
+            return self.updated(token, S.masked_fill(~live, 0.0) if self.mask == "clear" else S * number)
+        new = self.updated(token, S)
+        match self.mask:
+            case "where_not":
+                return torch.where(~live, S, new)
+            case "lerp":
+                return torch.lerp(S, new, number)
+            case "float":
+                return new * number + (1 - number) * S
+            case "difference":
+                return S + (new - S) * live
+        return torch.where(live, new, S)
 
     def updated(self, token: Token, S: Tensor) -> Tensor:
         """One token's state after its write, as this spelling writes it."""
@@ -360,8 +397,8 @@ def spellings(draw: st.DrawFn) -> Spelling:
         "tokens": tokens if start == "given" else max(tokens, 2),
         "batch": one(2, 1),
         "heads": one(2, 1, 3),
-        "key_dim": one(3, 2, 4),
-        "value_dim": one(4, 2, 3),
+        "key_dim": one(*[3, 2, 4] * 4, 1),
+        "value_dim": one(*[4, 2, 3] * 4, 1),
         "dtype": one("float64", "float64", "float32", "upcast"),
         "rule": rule,
         "decay": decay,
@@ -382,8 +419,11 @@ def spellings(draw: st.DrawFn) -> Spelling:
         "read_product": one(*products.READS),
         "collect": one(*COLLECTS),
         "noise": one("none", "none", *NOISES),
+        "mask": "none",
         "mutation": None,
     }
+    if start == "given" and choices["stored"] == "none" and one(False, False, False, True):
+        choices["mask"] = one(*(m for m in MASKS if decay != "none" or not m.startswith("clear")))
     if choices["heads"] == 2 and one(False, False, False, True):
         choices["group"] = 2
     if choices["stored"] != "none":
@@ -392,7 +432,8 @@ def spellings(draw: st.DrawFn) -> Spelling:
     spelling = Spelling(**choices)
     if one(False, False, False, True, True):
         # A near miss is judged by its values to 1e-9, and rounds nothing but what it means to.
-        choices.update(stored="none", dtype="float64")
+        choices.update(stored="none", dtype="float64", mask="none")
+        choices.update({name: max(choices[name], 2) for name in ("key_dim", "value_dim")})
         spelling = Spelling(**choices)
         choices["mutation"] = one(*(name for name in MUTATIONS if applies(name, spelling)))
         if choices["mutation"].startswith("transposed"):
@@ -404,6 +445,7 @@ def spellings(draw: st.DrawFn) -> Spelling:
 # The plain choices, in the order in which `simplified` tries them.
 _PLAIN: tuple[dict[str, Any], ...] = (
     {"noise": "none"},
+    {"mask": "none"},
     {"collect": "stack"},
     {"scale": "none"},
     {"stored": "none"},
@@ -428,6 +470,8 @@ _PLAIN: tuple[dict[str, Any], ...] = (
     {"dtype": "float64"},
     {"batch": 2},
     {"heads": 2},
+    {"key_dim": 3},
+    {"value_dim": 4},
     {"mutation": None},
 )
 

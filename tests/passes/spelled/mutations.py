@@ -31,6 +31,7 @@ class Token:
     previous: Tensor | None  # state after the previous token
     older: Tensor | None  # and after the one before
     outs: list[Tensor]  # outputs so far
+    live: Tensor | None = None  # booleans in the layout of the heads: tokens that are not skipped, or clear the state
 
 
 Mutation = Callable[["Spelling", Token, Tensor], tuple[Tensor, Tensor]]

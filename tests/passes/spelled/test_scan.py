@@ -17,6 +17,9 @@ from lattn_compile.passes.spelled.proposal import NearMiss, Proposal, withdraw
 from lattn_compile.passes.spelled.scan import is_scan, is_while_loop, rewrite_scan, rewrite_while_loop
 from lattn_compile.passes.spelled.search import find
 from lattn_compile.passes.spelled.verify import verify
+from lattn_compile.testing.backend import recorded
+from tests.passes.spelled.harness import gradients as gradients_of
+from tests.passes.spelled.harness import worst_error
 
 B, T, H, K, V = 2, 6, 3, 4, 5
 
@@ -307,3 +310,84 @@ def test_a_state_that_is_rounded_at_every_token_keeps_its_scan() -> None:
     commit(proposal, gm)
     for got, expected in zip(gm(*examples), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+
+
+def _through_the_backend(module: Callable[..., Any], *args: Tensor) -> Any:
+    """The report, once values and gradients are those of the module run as it is, and no scan is left in the graph."""
+    torch._dynamo.reset()
+    own, plain = ([x.detach().clone().requires_grad_() for x in args] for _ in range(2))
+    compiled = torch.compile(module, backend="lattn_compile", fullgraph=True, options={"policy": "exact"})
+    with recorded() as record:
+        got = compiled(*own)
+    want = module(*plain)
+    assert worst_error(got, want) < 1e-9
+    assert worst_error(gradients_of(got, own), gradients_of(want, plain)) < 1e-9
+    assert not any(is_scan(n) for n in record.graphs[-1].graph.nodes)
+    return record.report
+
+
+def _retention(decay: Callable[[], Tensor], carried: Callable[[Tensor], Tensor] = torch.clone) -> Callable[..., Any]:
+    def layer(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        d = decay()[:, None, None]
+
+        def step(s: Tensor, x: Any) -> tuple[Tensor, Tensor]:
+            q, k, v = x
+            s = d * s + k[..., None] * v[..., None, :]
+            return carried(s), (q[..., None] * s).sum(-2)
+
+        state, o = scan(step, state, (q, k, v), dim=1)
+        return o, state
+
+    return layer
+
+
+def test_a_scan_that_does_not_clone_its_carry_leaves_nothing_behind() -> None:
+    """Autograd refuses such a scan, also one that nothing uses; without gradients it can be run."""
+    q, k, v, _, _, state = inputs()
+    layer = _retention(lambda: torch.full((H,), 0.97, dtype=torch.float64), carried=lambda s: s)
+    report = _through_the_backend(layer, q, k, v, state)
+    assert [(s.rule, s.decay, s.verdict) for s in report.sites] == [("additive", "head", "rewritten")]
+
+
+@pytest.mark.parametrize(
+    "decay",
+    [
+        lambda: torch.tensor([0.9, 0.95, 0.99], dtype=torch.float64),
+        lambda: 1 - 2.0 ** (-5 - torch.arange(H, dtype=torch.float64)),
+        lambda: torch.linspace(0.5, 0.9, H, dtype=torch.float64).exp().reciprocal(),
+    ],
+    ids=["literal", "powers", "computed"],
+)
+def test_decays_made_outside_of_the_step_are_looked_at_there(decay: Callable[[], Tensor]) -> None:
+    q, k, v, _, _, state = inputs()
+    report = _through_the_backend(_retention(decay), q, k, v, state)
+    assert [(s.rule, s.decay, s.verdict) for s in report.sites] == [("additive", "head", "rewritten")], str(report)
+
+
+def test_decays_of_all_tokens_made_outside_of_the_step() -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        def step(s: Tensor, x: Any) -> tuple[Tensor, Tensor]:
+            q, k, v, a, b = x
+            s = s * a[..., None, None]
+            s = s * b[..., None, None] + k[..., None] * v[..., None, :]
+            return s.clone(), (q[..., None] * s).sum(-2)
+
+        state, o = scan(step, state, (q, k, v, torch.sigmoid(g), g.exp()), dim=1)
+        return o, state
+
+    q, k, v, g, _, state = inputs()
+    report = _through_the_backend(layer, q, k, v, g, state)
+    assert [(s.rule, s.decay, s.verdict) for s in report.sites] == [("additive", "head", "rewritten")], str(report)
+
+
+def test_a_decay_that_is_an_input_is_refused_and_the_reason_says_so() -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, d: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return _retention(lambda: d)(q, k, v, state)  # type: ignore[no-any-return]
+
+    q, k, v, _, _, state = inputs()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="lattn_compile", fullgraph=True, options={"policy": "exact"})
+    with recorded() as record, torch.no_grad():
+        compiled(q, k, v, torch.full((H,), 0.9, dtype=torch.float64), state)
+    (miss,) = record.report.unmatched
+    assert miss.reason.code == "DECAY_RANGE" and "input of the graph" in miss.stopped_at
