@@ -52,9 +52,14 @@ def arguments(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse
 
 def nats(model: Callable[..., Any], windows: torch.Tensor) -> torch.Tensor:
     """Cross entropy `[batch, LENGTH - PREFIX]` of the bytes behind the prefix of `windows` `[batch, LENGTH + 1]`."""
-    logits = model(input_ids=windows[:, :-1]).logits[:, demo.PREFIX :]
+    return cross_entropy(model(input_ids=windows[:, :-1]).logits, windows)
+
+
+def cross_entropy(logits: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
+    """The same, of the logits of all but the last byte."""
     target = windows[:, 1 + demo.PREFIX :]
-    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), reduction="none").view_as(target)
+    suffix = logits[:, demo.PREFIX :].flatten(0, 1).float()
+    return F.cross_entropy(suffix, target.flatten(), reduction="none").view_as(target)
 
 
 def measure(model: Callable[..., Any], text: demo.Text, prefix: int) -> torch.Tensor:

@@ -5,6 +5,8 @@ model.compile(backend="lattn_compile")          # not TrainingArguments(torch_co
 trainer = Trainer(model, args, train_dataset=..., callbacks=[LattnCallback(prefix=64, state_error_every=100)])
 
 class LattnTrainer(LattnTrainerMixin, Trainer): ...         # right-padded batches; prefix_lengths a column; QAD
+
+`quantize_cache(model, recipe)`, whose caches then store their recurrent states in few bits, is in `packed_cache.py`.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from lattn_compile import phase
 from lattn_compile.attach import attached_recipe
 from lattn_compile.errors import LattnError, LattnWarning, PhaseError, SequenceError, UnsupportedError
 from lattn_compile.integrations.distill import all_prefix, suffix_kl, swapped
+from lattn_compile.integrations.packed_cache import cache_bytes, quantize_cache, unquantize_cache
 from lattn_compile.integrations.state_error import state_errors
 from lattn_compile.phase import Lengths, training_phase
 from lattn_compile.policy import Recipe, resolve_recipe
 
-__all__ = ["LattnCallback", "LattnTrainerMixin"]
+__all__ = ["LattnCallback", "LattnTrainerMixin", "cache_bytes", "quantize_cache", "unquantize_cache"]
 
 PREFIX, IDS = "prefix_lengths", "sequence_ids"  # columns of a data set that LattnTrainerMixin takes out of a batch
 _WRAPPED = "_lattn_wrapped"

@@ -1,0 +1,275 @@
+"""transformers' caches with packed recurrent states: `quantize_cache`.
+
+A cache of transformers (`DynamicCache`, `StaticCache`) is a list of layers, and a layer of linear attention holds its
+recurrent state as one tensor that the model's code fetches, passes to a library function, and puts back. Here it is a
+`QuantizedState` instead. The library functions take one (`passes.capture`), in eager code and under every compiler. A
+hook on each layer of the model swaps the cache's layer before the layer runs, so it does not matter who made the cache.
+
+What a prefill leaves is staged exact. The first decode step hands it over and releases it. A later call of several
+tokens is a prefill again, from what a reader sees, unless the cache is recording its past: then it verifies drafts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionLayer
+
+from lattn_compile.attach import attached_recipe
+from lattn_compile.carry import Call
+from lattn_compile.errors import LattnError, StateError, UnsupportedError
+from lattn_compile.integrations import assisted
+from lattn_compile.packed.layout import call_of
+from lattn_compile.packed.state import QuantizedState
+from lattn_compile.passes import capture
+from lattn_compile.policy import Policy, Recipe, resolve_recipe
+from lattn_compile.recurrence import KINDS
+
+__all__ = ["PackedLayer", "cache_bytes", "quantize_cache", "unquantize_cache"]
+
+_SITE = "_lattn_packed_site"
+_HOOK = "_lattn_packed_hook"
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """What the cache of one layer of the model is to do."""
+
+    id: str
+    policy: Policy
+    call: Call
+    number: int
+
+
+class PackedLayer(LinearAttentionLayer):
+    """A cache layer of transformers whose recurrent states are `QuantizedState`s."""
+
+    def __init__(self, site: Site, number_of_states: int = 1) -> None:
+        super().__init__(number_of_states=number_of_states)
+        self.site = site
+        self.seen = 0  # tokens of the calls that went through `update_conv_state`
+        self.prefills = False  # the next call is prefill, though the cache has a past and records it
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any) -> Tensor:
+        before = self.seen if self.has_previous_state[state_idx] else 0
+        self.seen = before + conv_states.shape[-1]
+        out: Tensor = super().update_conv_state(conv_states, state_idx, *args, **kwargs)
+        return out
+
+    def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
+        """Stages what a prefill left; a packed state was written in place already."""
+        if isinstance(recurrent_states, QuantizedState):
+            return recurrent_states
+        states = self._states()
+        state = states[state_idx]
+        if state is None:
+            state = QuantizedState(self.site.policy, site_id=self.site.number, call=self.site.call)
+            states[state_idx] = state
+            self.is_recurrent_states_initialized[state_idx] = True
+        state.stage(recurrent_states, seen=self.seen)
+        return state
+
+    def _states(self) -> dict[int, Any]:
+        return self.recurrent_states
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` undoes what the last call did: it does where that verified drafts."""
+        return self.record_past and not self.prefills
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the last `-tokens_to_remove` tokens of the call before, which verified drafts."""
+        super().crop(tokens_to_remove)
+        self.prefills = False
+        for state in self._states().values():
+            if state is None:
+                continue
+            if state.draft is not None:
+                state.accept(state.draft.tokens[0].shape[1] + tokens_to_remove)
+            elif tokens_to_remove:
+                raise StateError(
+                    "tokens_to_remove",
+                    got=f"{tokens_to_remove} after a call that was no draft",
+                    want="0, or a call that verified drafts before",
+                    remedy="Call cache.activate_past_recording() after the prefill, and crop after every call.",
+                )
+
+    def ready(self) -> None:
+        """Before the model's layer runs: says whether its tokens are drafts."""
+        drafts = self.record_past and not self.prefills
+        for i, state in self._states().items():
+            if state is not None and state.verifies != (drafts and self.has_previous_state[i]):
+                state.verifies = drafts and self.has_previous_state[i]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._each(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._each(lambda x: x.index_select(0, indices.to(x.device)))
+
+    def _each(self, fn: Any) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            for i, x in states.items():
+                if x is not None:
+                    states[i] = fn(x)
+
+
+def quantize_cache(model: nn.Module, recipe: Recipe | Policy | Mapping[str, Any] | str | None = None) -> nn.Module:
+    """From now on, every cache that `model` is called with stores its recurrent states as the recipe says.
+
+    In place; returns `model`. `generate()`, Dynamic and Static caches, beams, and a cache that the caller made work as
+    before, in eager code and under `torch.compile`. Calls without a cache (training) are not touched. Call it again to
+    change the recipe, with "exact" to store fp32; `unquantize_cache` takes the hooks off.
+
+    Args:
+        model: a model of transformers with layers of linear attention.
+        recipe: what `options={"policy": ...}` takes; default: the attached one. Its policies' `storage` says nothing
+            here: a recipe that was trained emulated is served packed, with the same numbers. A layer for which it has
+            no policy keeps its tensor.
+    Raises:
+        LattnError: no recipe, or no layer of linear attention. RecipeError, PolicyError: not a valid recipe, or one
+        with a `Chunk` policy. UnsupportedError: a part that is not built for packed states.
+    """
+    given = attached_recipe(model) if recipe is None else resolve_recipe(recipe, "recipe")
+    if given is None:
+        raise LattnError(
+            "recipe",
+            got="none, and none is attached to the model",
+            want="a Recipe",
+            remedy="Pass recipe, or lc.attach.",
+        )
+    capture.install()
+    given_model, model = model, _uncompiled(model)
+    found = list(_linear_layers(model))
+    if not found:
+        raise LattnError(
+            "model",
+            got=f"{type(model).__name__}, in which no layer calls a recurrence that is known here",
+            want="a model of transformers with layers of linear attention",
+            remedy="lc.inspect(model, args) shows what is recognised.",
+        )
+    sites: list[tuple[nn.Module, Site | None]] = []
+    for number, (path, module, kind) in enumerate(found):
+        name = f"{path}/{kind}#0"
+        policy = given.resolve(name)[1]
+        sites.append((module, None if policy is None else _site(name, policy, number)))
+    unquantize_cache(model)
+    for module, site in sites:
+        if site is not None:
+            object.__setattr__(module, _SITE, site)
+            handle = module.register_forward_pre_hook(_before, with_kwargs=True)
+            object.__setattr__(module, _HOOK, handle)
+    if all(site is not None for _, site in sites):
+        assisted.allow(model)
+    capture.serve_eagerly()
+    # Dynamo guards no hook that was added since: code compiled before would go on without it.
+    torch.compiler.reset()
+    return given_model
+
+
+def unquantize_cache(model: nn.Module) -> nn.Module:
+    """Undoes `quantize_cache`: caches made from now on hold tensors again. Returns `model`."""
+    handles = [(m, m.__dict__.pop(_HOOK)) for m in model.modules() if _HOOK in m.__dict__]
+    assisted.forbid(_uncompiled(model))
+    for module, handle in handles:
+        handle.remove()
+        module.__dict__.pop(_SITE)
+    if handles:
+        torch.compiler.reset()
+    return model
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile(model)` wraps, whose paths recipes speak of and whose `generate` runs."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
+
+
+def _site(name: str, policy: Policy, number: int) -> Site:
+    if policy.gate is not None:
+        raise UnsupportedError(
+            "recipe",
+            got=f"gate={policy.gate!r} for {name}",
+            want="gate=None: a prefill in eager code is the library's own, and rounds no gate",
+            remedy="Drop gate; this version does nothing in its place.",
+        )
+    return Site(name, policy, call_of(policy), number)
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Path, module and kind of each module whose own forward calls a known library function and reads a cache."""
+    names = {call.name: kind.name for kind in KINDS for call in kind.calls if call.library == "transformers"}
+    for path, module in model.named_modules():
+        if not isinstance(getattr(module, "layer_idx", None), int):
+            continue
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        kinds = {names[name] for name in (() if code is None else code.co_names) if name in names}
+        if len(kinds) == 1:
+            yield module.__dict__.get("_lattn_path", path), module, kinds.pop()
+
+
+def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a layer runs: its cache layer is a packed one."""
+    cache = kwargs.get("cache", kwargs.get("cache_params"))
+    if cache is None:
+        cache = next((x for x in args if hasattr(x, "layers")), None)
+    if cache is None:
+        return
+    layers, index = cache.layers, module.layer_idx
+    if not isinstance(layers[index], PackedLayer):
+        layers[index] = _packed(layers[index], module.__dict__[_SITE])
+    layers[index].ready()
+
+
+def _packed(layer: Any, site: Site) -> PackedLayer:
+    """A packed layer in the place of `layer`, with what that holds."""
+    if type(layer) is not LinearAttentionLayer:
+        raise UnsupportedError(
+            "cache",
+            got=f"{type(layer).__name__} for {site.id}",
+            want="LinearAttentionLayer: this version packs no other kind of layer",
+            remedy="Leave this layer out of the recipe of quantize_cache.",
+        )
+    made = PackedLayer(site, layer.number_of_states)
+    dense = dict(layer.recurrent_states)
+    for name, value in layer.__dict__.items():
+        if name != "recurrent_states":
+            made.__dict__[name] = value
+    for i in dense:
+        made.is_recurrent_states_initialized[i] = False
+    for i, state in dense.items():
+        if state is not None:
+            made.update_recurrent_state(state, i)
+    return made
+
+
+def cache_bytes(cache: Any) -> dict[str, int]:
+    """Bytes that the cache's tensors really take, by what they are: "recurrent", "conv", "attention".
+
+    Measured: the storages behind the tensors, each counted once.
+    """
+    seen: set[int] = set()
+    total = {"recurrent": 0, "conv": 0, "attention": 0}
+
+    def add(what: str, x: Any) -> None:
+        if isinstance(x, QuantizedState):
+            for y in x.held().values():
+                add(what, y)
+        elif isinstance(x, Tensor):
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                total[what] += storage.nbytes()
+
+    for layer in cache.layers:
+        for what, name in (("recurrent", "recurrent_states"), ("conv", "conv_states")):
+            for x in getattr(layer, name, {}).values():
+                add(what, x)
+        for name in ("keys", "values"):
+            add("attention", getattr(layer, name, None))
+    return total

@@ -1,0 +1,266 @@
+"""`StatePool`: slots for continuous batching, every site of a model with the same slot numbers.
+
+    pool = StatePool({path: (policy, heads), ...}, slots=256)
+    slot = pool.allocate()
+    pool.stage(slot, {path: exact_state, ...}, seen=len(prompt))     # what the prefill left
+    indices = pool.indices([slot, None])                             # int32 [N] for this step; None is padding
+    o = pool[path].step(q, k, v, g, beta, state_indices=indices)     # in every layer
+
+A free slot's content is never looked at and never cleaned. Nothing here reads a device tensor but copies of whole rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lattn_compile.errors import StateError
+from lattn_compile.packed.layout import Heads
+from lattn_compile.packed.state import QuantizedState
+from lattn_compile.site_policy import Policy
+from lattn_compile.state import nbytes
+
+__all__ = ["PADDING", "Snapshot", "StatePool"]
+
+PADDING = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A sequence outside the pool: one row of each site, and what was staged. `StatePool.restore` takes it in."""
+
+    rows: dict[str, QuantizedState]
+    exact: dict[str, Tensor]
+    seen: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in self.rows.values()) + nbytes(*self.exact.values())
+
+
+class StatePool:
+    """Slots of packed states, `[slots, HV, ...]` for each site.
+
+    Args:
+        sites: by name, the policy and the sizes of each layer's recurrence; the order numbers the sites for stochastic
+            rounding. rules: by name, where the rule is not "delta".
+        slots: how many sequences may live at a time.
+
+    Raises:
+        StateError: no slots. PolicyError, FormatError: a policy without a packed form, or sizes that do not fit it.
+    """
+
+    def __init__(
+        self,
+        sites: Mapping[str, tuple[Policy, Heads]],
+        slots: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        rules: Mapping[str, str] | None = None,
+    ) -> None:
+        if type(slots) is not int or slots < 1:
+            raise StateError("slots", got=repr(slots), want="an int of at least 1", remedy="One slot a live sequence.")
+        self.slots, self.device = slots, torch.device(device)
+        self._states: dict[str, QuantizedState] = {}
+        for number, (name, (policy, heads)) in enumerate(sites.items()):
+            state = QuantizedState(policy, site_id=number)
+            rule = (rules or {}).get(name, "delta")
+            self._states[name] = state.allocate(heads, slots, device=device, dtype=dtype, rule=rule)
+        self._free = list(range(slots))[::-1]
+        self._staged: dict[int, tuple[dict[str, Tensor], int]] = {}
+
+    def __getitem__(self, site: str) -> QuantizedState:
+        return self._states[site]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        """Live sequences."""
+        return self.slots - len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, used or not, and of the exact states that are staged."""
+        staged = sum(nbytes(*exact.values()) for exact, _ in self._staged.values())
+        return sum(state.nbytes for state in self._states.values()) + staged
+
+    def allocate(self, *, sequence_id: int = 0) -> int:
+        """A slot for a sequence that starts at zero; `sequence_id` names it in stochastic rounding.
+
+        Raises:
+            StateError: every slot is taken.
+        """
+        if not self._free:
+            raise StateError(
+                "slot",
+                got=f"{self.slots} sequences, as many as there are slots",
+                want="a free slot",
+                remedy="Free one, or swap a sequence out: swap_out(slot) keeps it outside the pool.",
+            )
+        slot = self._free.pop()
+        for state in self._states.values():
+            self._clear(state, slot)
+            if state.sequence_ids is not None:
+                state.sequence_ids[slot] = sequence_id
+        return slot
+
+    def free(self, slot: int) -> None:
+        """The sequence has ended, or was cancelled; its slot may be anyone's.
+
+        Raises:
+            StateError: no live slot.
+        """
+        self._live(slot)
+        for state in self._states.values():
+            self._clear(state, slot)
+        self._staged.pop(slot, None)
+        self._free.append(slot)
+
+    @staticmethod
+    def _clear(state: QuantizedState, slot: int) -> None:
+        assert state.cursor is not None
+        state.cursor[slot] = -1
+        if state.position is not None:
+            state.position[slot] = 0
+
+    def _live(self, *slots: int) -> None:
+        for slot in slots:
+            if type(slot) is not int or not 0 <= slot < self.slots or slot in self._free:
+                raise StateError(
+                    "slot",
+                    got=repr(slot),
+                    want="a slot that allocate() gave and free() did not take",
+                    remedy="Allocate.",
+                )
+
+    def stage(self, slot: int, exact: Mapping[str, Tensor], *, seen: int = 0) -> None:
+        """What an exact prefill left of a sequence, `[HV, K, V]` for each site, exact until its first suffix token.
+
+        A prefill in pieces starts the next one from `staged(slot)` and stages again. What was stored is given up.
+
+        Raises:
+            StateError: no live slot, or a site is missing or one too many.
+        """
+        self._live(slot)
+        if exact.keys() != self._states.keys():
+            raise StateError(
+                "exact",
+                got=f"states of {sorted(exact)}",
+                want=f"one for each of {sorted(self._states)}",
+                remedy="A sequence has passed every layer, or none.",
+            )
+        self._staged[slot] = dict(exact), seen
+        for state in self._states.values():
+            self._clear(state, slot)
+
+    def staged(self, slot: int) -> dict[str, Tensor]:
+        """The exact states of a slot that waits for its first suffix token; empty if it does not.
+
+        Raises:
+            StateError: no live slot.
+        """
+        self._live(slot)
+        return dict(self._staged.get(slot, ({}, 0))[0])
+
+    def indices(self, slots: Sequence[int | None]) -> Tensor:
+        """`state_indices` int32 `[N]` of a step in which every one of `slots` has a suffix token; None is padding.
+
+        Staged states are handed over here, and released.
+
+        Raises:
+            StateError: no live slot.
+        """
+        self._live(*(slot for slot in slots if slot is not None))
+        for slot in slots:
+            if slot in self._staged:
+                self._hand_over(slot, *self._staged.pop(slot))
+        numbers = [PADDING if slot is None else slot for slot in slots]
+        return torch.tensor(numbers, dtype=torch.int32, device=self.device)
+
+    def _hand_over(self, slot: int, exact: Mapping[str, Tensor], seen: int) -> None:
+        for name, state in self._states.items():
+            assert state.heads is not None
+            one = QuantizedState(state.policy, site_id=state.site_id, call=state.call)
+            one.stage(exact[name].unsqueeze(0), seen=seen)
+            if state.sequence_ids is not None:
+                one.sequence_ids = state.sequence_ids[slot : slot + 1]
+            one.hand_over(state.heads, state.rule)
+            _put(one, state, slot)
+
+    def copy(self, source: int, target: int) -> None:
+        """`target` goes on from where `source` is: a shared prefix, a beam. It keeps its own name in random rounding.
+
+        Raises:
+            StateError: no live slots.
+        """
+        self._live(source, target)
+        if source in self._staged:
+            self._staged[target] = self._staged[source]
+        else:
+            self._staged.pop(target, None)
+        at = torch.tensor([source], device=self.device)
+        for state in self._states.values():
+            _put(state.index_select(0, at), state, target)
+
+    def snapshot(self, slot: int, *, device: torch.device | str | None = None) -> Snapshot:
+        """A copy of a sequence outside the pool, on `device` if one is given.
+
+        Raises:
+            StateError: no live slot.
+        """
+        self._live(slot)
+        at = torch.tensor([slot], device=self.device)
+        where = self.device if device is None else torch.device(device)
+        exact, seen = self._staged.get(slot, ({}, 0))
+        rows = {name: state.index_select(0, at).to(where) for name, state in self._states.items()}
+        return Snapshot(rows, {name: x.to(where, copy=True) for name, x in exact.items()}, seen)
+
+    def restore(self, snapshot: Snapshot, slot: int) -> None:
+        """`slot` goes on from where the snapshot was taken, as often as asked. It keeps its own name.
+
+        Raises:
+            StateError: no live slot, or a snapshot of another pool's sites.
+        """
+        self._live(slot)
+        if snapshot.rows.keys() != self._states.keys():
+            raise StateError(
+                "snapshot",
+                got=f"rows of {sorted(snapshot.rows)}",
+                want=f"of {sorted(self._states)}",
+                remedy="Restore it to the pool it was taken from, or to one of the same model.",
+            )
+        for name, state in self._states.items():
+            _put(snapshot.rows[name].to(self.device), state, slot)
+        self._staged.pop(slot, None)
+        if snapshot.exact:
+            self._staged[slot] = {n: x.to(self.device, copy=True) for n, x in snapshot.exact.items()}, snapshot.seen
+
+    def swap_out(self, slot: int, *, device: torch.device | str = "cpu") -> Snapshot:
+        """The sequence leaves the pool for `device`; its slot is free."""
+        taken = self.snapshot(slot, device=device)
+        self.free(slot)
+        return taken
+
+    def swap_in(self, snapshot: Snapshot) -> int:
+        """A slot in which the sequence goes on under its own name.
+
+        Raises:
+            StateError: every slot is taken.
+        """
+        ids = next((row.sequence_ids for row in snapshot.rows.values() if row.sequence_ids is not None), None)
+        slot = self.allocate(sequence_id=0 if ids is None else int(ids[0]))
+        self.restore(snapshot, slot)
+        return slot
+
+
+def _put(row: QuantizedState, state: QuantizedState, slot: int) -> None:
+    """The single row of `row` into a slot of `state`, all but its name."""
+    held = state.held()
+    for name, x in row.held().items():
+        if name not in ("sequence_ids", "exact"):
+            held[name][slot].copy_(x[0])

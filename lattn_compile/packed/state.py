@@ -1,0 +1,325 @@
+"""`QuantizedState`: the states of one site as they are really stored, what a cache holds in place of a dense tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lattn_compile.carry import Call
+from lattn_compile.errors import SequenceError, StateError
+from lattn_compile.ops.segments import split
+from lattn_compile.packed import ops
+from lattn_compile.packed.layout import Heads
+from lattn_compile.packed.rows import Rows
+from lattn_compile.packed.stored import StoredState, no_gradient
+from lattn_compile.site_policy import Policy
+from lattn_compile.state import as_bytes, from_bytes, nbytes
+
+__all__ = ["Draft", "QuantizedState"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """The inputs of a call that was verified and not accepted yet: what `accept` steps over.
+
+    `tokens` are k, v, g, beta (a query writes nothing); the rest are arguments of `QuantizedState.step`.
+    """
+
+    tokens: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+    options: dict[str, Any]
+
+
+class QuantizedState(StoredState):
+    """The recurrent states of one site, stored in the policy's format, written in place by `step`.
+
+    A slot holds one sequence. It goes through: nothing (the sequence starts at zero), optionally exact (`stage`: a
+    prefill left its state here, in float32), stored (from its first suffix token on).
+
+        state = QuantizedState(lc.Policy(lc.Int8()))
+        state.stage(prefill_state)                       # [N, HV, K, V]
+        o = state.step(q, k, v, g, beta)                 # hands over, releases the exact state; any number of tokens
+        o = state.verify(q, k, v, g, beta)               # drafts: what step would return; nothing is written
+        state.accept(2)                                  # the first two were right
+
+    Args:
+        policy: `Token`, `Replay`, `TwoPrecision` or `Exact`; its `storage` says nothing here.
+        site_id: key of the site's stochastic rounding.
+
+    Attributes:
+        tensors: the stored tensors by name, in the order of `layout.names`; empty until something is stored.
+        cursor: int32 `[slots]`, see `lattn::decode_`; None until there are slots.
+        exact: float32 `[slots, HV, K, V]`, the states of the slots with cursor -1; None where there are none.
+        position, sequence_ids: int64 `[slots]`; where the rounding is stochastic, else None.
+        heads, rule: of the recurrence, known from the first step on.
+        verifies: set by a cache whose next calls of several tokens are drafts.
+        draft: what was verified and not accepted yet.
+
+    Raises:
+        PolicyError: a `Chunk` policy. UnsupportedError: a part of the policy that is not built.
+    """
+
+    def __init__(self, policy: Policy, *, site_id: int = 0, call: Call | None = None) -> None:
+        super().__init__(policy, site_id=site_id, call=call)
+        self.verifies = False
+        self.draft: Draft | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything that is held: codes, scales, rings, cursors; the exact state and drafts while they are
+        there."""
+        return super().nbytes + (0 if self.draft is None else nbytes(*self.draft.tokens))
+
+    def like(self, held: dict[str, Tensor]) -> QuantizedState:
+        other = super().like(held)
+        other.verifies = self.verifies
+        return other
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None = None,
+        beta: Tensor | None = None,
+        *,
+        rule: str = "delta",
+        scale: float | None = None,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+        sequence_lengths: Tensor | None = None,
+        state_indices: Tensor | None = None,
+        has_initial_state: Tensor | None = None,
+        padding_slot: int = -1,
+    ) -> Tensor:
+        """Suffix tokens, any number of them, into the stored states in place; returns o `[B, T, HV, V]`.
+
+        Arguments as `lc.linear_attention` and `lattn::decode_` have them. A sequence without a state of its own
+        (cursor -1, nothing staged) starts at zero.
+
+        Raises:
+            UnsupportedError: an input requires a gradient. StateError: drafts wait to be accepted, or other sizes or
+            gates than before. ShapeError, DtypeError, SequenceError: bad input.
+        """
+        self._ready(q, k, v, g, beta)
+        decay = "none" if g is None else "head" if g.dim() == 3 else "channel"
+        heads = Heads(q.shape[2], v.shape[2], q.shape[3], v.shape[3], decay, beta is not None)
+        dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+        if self.cursor is None:
+            sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            self.allocate(heads, sequences, device=q.device, dtype=dtype, rule=rule)
+        if self.tensors and (heads, rule) != (self.heads, self.rule):
+            raise StateError(
+                "state",
+                got=f"a step with {heads}, {rule}",
+                want=f"{self.heads}, {self.rule}, for which it was made",
+                remedy="Every call of a site has the same sizes, gates and rule.",
+            )
+        if self.exact is not None:
+            if q.shape[1] == 0:
+                return q.new_empty(v.shape)
+            if dtype is torch.float64:
+                self.exact = self.exact.to(dtype)  # a library's prefill may have been float32 all the same
+            self._hand_over(heads, rule, q, cu_seqlens, sequence_lengths, state_indices)
+        self.heads, self.rule = heads, rule
+        op: Any = getattr(torch.ops.lattn, ops.OPS[self.call.write])
+        o: Tensor = op(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            list(self.tensors.values()),
+            self.cursor,
+            state_indices,
+            has_initial_state,
+            cu_seqlens,
+            sequence_lengths,
+            self.position,
+            self._ids(state_indices),
+            rule=rule,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            qk_l2norm=use_qk_l2norm_in_kernel,
+            site_id=self.site_id,
+            padding_slot=padding_slot,
+            **self.call.op_options(),
+        )
+        return o
+
+    def _ready(self, *inputs: Tensor | None) -> None:
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+            raise no_gradient("step")
+        if self.draft is not None:
+            raise StateError(
+                "state",
+                got="a step while drafts wait",
+                want="accept() after every verify()",
+                remedy="accept(0) drops them all.",
+            )
+
+    def _ids(self, state_indices: Tensor | None) -> Tensor | None:
+        if self.sequence_ids is None or state_indices is None:
+            return self.sequence_ids
+        # What padding names is looked at by nobody.
+        return self.sequence_ids[state_indices.to(torch.int64).clamp(0, self.slots - 1)]
+
+    def _hand_over(
+        self,
+        heads: Heads,
+        rule: str,
+        q: Tensor,
+        cu_seqlens: Tensor | None,
+        sequence_lengths: Tensor | None,
+        state_indices: Tensor | None,
+    ) -> None:
+        """Hands over the states of the sequences that have a token in this call."""
+        if cu_seqlens is None and sequence_lengths is None and state_indices is None:
+            self.hand_over(heads, rule)
+            return
+        rows = split(q.shape[0], q.shape[1], cu_seqlens, None, sequence_lengths, q.device).total > 0
+        if state_indices is not None:
+            named = rows & (state_indices >= 0) & (state_indices < self.slots)
+            slot = torch.where(named, state_indices, 0).to(torch.int64)
+            count = torch.zeros(self.slots, dtype=torch.int64, device=q.device).index_add_(0, slot, named.long())
+            rows = count > 0
+        self.hand_over(heads, rule, rows)
+
+    def flush(self, state_indices: Tensor | None = None, *, padding_slot: int = -1) -> None:
+        """Writes the pending records of the slots (all by default) into their anchors, as a window's end does.
+
+        Only replay and two_precision have records; other modes, and slots without any, keep their bits.
+
+        Raises:
+            StateError: drafts wait to be accepted.
+        """
+        self._ready()
+        if self.call.window is None or self.cursor is None or not self.tensors:
+            return
+        h = self._known()
+        unused = ("readout", "implementation", "gate")
+        options = {name: x for name, x in self.call.op_options().items() if name not in unused}
+        torch.ops.lattn.flush_(
+            list(self.tensors.values()),
+            self.cursor,
+            state_indices,
+            self.position,
+            self._ids(state_indices),
+            heads=list(h[:4]),
+            decay=h.decay,
+            has_beta=h.has_beta,
+            rule=self.rule,
+            site_id=self.site_id,
+            padding_slot=padding_slot,
+            **options,
+        )
+
+    def verify(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None = None,
+        beta: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """What `step` would return of drafted tokens, flushes included; nothing is written until `accept`.
+
+        Their inputs are kept. So the state is never ahead of what was accepted, and there is nothing to roll back.
+        Arguments and errors as of `step`.
+        """
+        self._ready()
+        indices, here = options.get("state_indices"), options
+        if indices is None or self.cursor is None:
+            shadow = self.clone()
+        else:  # of a pool, the sequences' own rows are enough
+            rows = Rows.of(self.cursor, indices, None, indices.shape[0], options.get("padding_slot", -1))
+            shadow = self.index_select(0, rows.slot)
+            own = torch.arange(indices.shape[0], device=indices.device)
+            here = {**options, "state_indices": torch.where(rows.live, own, -1), "padding_slot": -1}
+        o = shadow.step(q, k, v, g, beta, **here)
+        self.draft = Draft((k, v, g, beta), options)
+        return o
+
+    def accept(self, accepted: int | Tensor) -> None:
+        """Keeps the first `accepted` drafts of each sequence (an int, or int `[N]`; 0 is legal) and drops the others.
+
+        The state is then that of `step` on the accepted tokens, bit for bit.
+
+        Raises:
+            StateError: nothing was verified. SequenceError: more than were drafted.
+        """
+        draft, self.draft = self.draft, None
+        if draft is None:
+            raise StateError(
+                "accepted", got=str(accepted), want="a verify() before", remedy="step() needs no accept()."
+            )
+        k, v, g, beta = draft.tokens
+        cu, lengths = draft.options.get("cu_seqlens"), draft.options.get("sequence_lengths")
+        drafted = split(k.shape[0], k.shape[1], cu, None, lengths, k.device).total
+        kept = torch.as_tensor(accepted, device=k.device).to(torch.int64).expand_as(drafted)
+        if kept.device.type == "cpu" and bool(((kept < 0) | (kept > drafted)).any()):
+            self.draft = draft
+            raise SequenceError(
+                "accepted",
+                got=str(kept.tolist()),
+                want=f"0 to the drafted {drafted.tolist()}",
+                remedy="Count the drafts that were right, from the first one on.",
+            )
+        # A query writes nothing; any will do.
+        self.step(k, k, v, g, beta, **{**draft.options, "sequence_lengths": kept})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        children, context = _flatten(self)
+        return (_load, (_dump(context), *as_bytes(dict(zip(context[0], children, strict=True)))))
+
+
+def _load(context: list[Any], held: dict[str, Tensor], narrow: dict[str, torch.dtype]) -> QuantizedState:
+    held = from_bytes(held, narrow)
+    return _unflatten([held[name] for name in context[0]], _undump(context))
+
+
+# `torch.load(weights_only=True)` calls nothing that is not listed.
+torch.serialization.add_safe_globals([_load])
+
+
+def _flatten(state: QuantizedState) -> tuple[list[Tensor], tuple[Any, ...]]:
+    if state.draft is not None:
+        raise StateError("state", got="drafts that wait", want="accept() first", remedy="accept(0) drops them all.")
+    held = state.held()
+    return list(held.values()), (tuple(held), state.policy, state.site_id, state.heads, state.rule)
+
+
+def _unflatten(children: Any, context: tuple[Any, ...]) -> QuantizedState:
+    keys, policy, site_id, heads, rule = context
+    state = QuantizedState(policy, site_id=site_id)
+    state.heads, state.rule = heads, rule
+    return state.like(dict(zip(keys, children, strict=True)))
+
+
+def _flatten_with_keys(state: QuantizedState) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    children, context = _flatten(state)
+    return [(pytree.MappingKey(name), x) for name, x in zip(context[0], children, strict=True)], context
+
+
+def _dump(context: tuple[Any, ...]) -> list[Any]:
+    keys, policy, site_id, heads, rule = context
+    return [list(keys), policy.to_dict(), site_id, None if heads is None else list(heads), rule]
+
+
+def _undump(context: list[Any]) -> tuple[Any, ...]:
+    keys, policy, site_id, heads, rule = context
+    return (tuple(keys), Policy.from_dict(policy), site_id, None if heads is None else Heads(*heads), rule)
+
+
+pytree.register_pytree_node(
+    QuantizedState,
+    _flatten,
+    _unflatten,
+    serialized_type_name="lattn_compile.QuantizedState",
+    to_dumpable_context=_dump,
+    from_dumpable_context=_undump,
+    flatten_with_keys_fn=_flatten_with_keys,
+)

@@ -1,0 +1,341 @@
+"""`quantize_cache`: transformers' own models generate with recurrent states that are really stored in few bits."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import lattn_compile as lc
+from lattn_compile import backend
+from lattn_compile.errors import LattnError, PolicyError, StateError, UnsupportedError
+from lattn_compile.packed.state import QuantizedState
+from lattn_compile.testing.backend import recorded
+from tests import tiny_models
+
+pytest.importorskip("transformers")
+from lattn_compile.integrations.transformers import cache_bytes, quantize_cache, unquantize_cache
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("qwen3_next", "qwen3_5", "kimi_linear")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+def _ids(batch: int = 2, length: int = 20) -> torch.Tensor:
+    return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def _generate(model: Any, ids: torch.Tensor, tokens: int, **options: Any) -> Any:
+    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, **options}
+    return model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options)
+
+
+def _cache(out: Any) -> Any:
+    return out["cache"] if out.get("cache") is not None else out["past_key_values"]
+
+
+def _compiled(model: Any, ids: torch.Tensor, tokens: int, policy: Any = None) -> Any:
+    options = None if policy is None else {"policy": policy}
+    forward = torch.compile(model.forward, backend="lattn_compile", fullgraph=True, options=options)
+    with mock.patch.object(model, "forward", forward):
+        return _generate(model, ids, tokens)
+
+
+def _error(a: Any, b: Any) -> float:
+    return max((x - y).abs().max().item() for x, y in zip(a.logits, b.logits, strict=True))
+
+
+class _Steps:
+    """Every step of packed states, and the same call of `lc.linear_attention` under the emulated policy beside it."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy, self.states, self.count, self.same = policy, {}, 0, True  # type: ignore[var-annotated]
+
+    def __enter__(self) -> _Steps:
+        step = QuantizedState.step
+
+        def both(state: QuantizedState, *tokens: Any, **options: Any) -> Any:
+            start = self.states.get(id(state), state.exact)
+            o = step(state, *tokens, **options)
+            options = {name: x for name, x in options.items() if name != "state_indices"}
+            want, after = lc.linear_attention(
+                *tokens, policy=self.policy, initial_state=start, output_final_state=True, **options
+            )
+            self.states[id(state)] = after
+            self.same, self.count = self.same and torch.equal(o, want), self.count + 1
+            return o
+
+        self.patch = mock.patch.object(QuantizedState, "step", both)
+        self.patch.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.patch.stop()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_200_tokens_packed_are_200_tokens_emulated(name: str) -> None:
+    """Outputs of the ops bit for bit, logits within 1e-5; and the memory of the cache is measured."""
+    model, linear = tiny_models.build(name, layers=2)
+    ids = _ids()
+    dense = cache_bytes(_cache(_generate(model, ids, 200)))
+    if name == "qwen3_next":  # the others differ in nothing that this says something of
+        with recorded() as record:
+            want = _compiled(model, ids, 200, "int8")
+        assert sum(call.op == "lattn::decode" for call in record.calls) == 199 * linear
+    quantize_cache(model, lc.Policy(lc.Int8(), storage="packed"))
+    with _Steps("int8") as steps:
+        got = _generate(model, ids, 200)
+    assert steps.count == 199 * linear and steps.same
+    if name == "qwen3_next":
+        assert torch.equal(got.sequences, want.sequences) and _error(got, want) <= 1e-5
+
+    found = cache_bytes(_cache(got))
+    states = [layer.recurrent_states[0] for layer in _cache(got).layers if hasattr(layer, "recurrent_states")]
+    assert found["recurrent"] == sum(state.nbytes for state in states)
+    assert {k: v for k, v in found.items() if k != "recurrent"} == {k: v for k, v in dense.items() if k != "recurrent"}
+    assert found["recurrent"] <= 0.26 * dense["recurrent"]
+
+
+def test_three_graphs_serve_prefill_hand_over_and_steps_and_the_report_says_packed() -> None:
+    model, linear = tiny_models.build("qwen3_next", layers=2)
+    policy = lc.Policy(lc.Int8(), write=lc.Replay(8), storage="packed")
+    quantize_cache(model, policy)
+    with recorded() as record:
+        before = backend.compile_count()
+        got = _compiled(model, _ids(), 20, policy)
+        assert backend.compile_count() - before == 3
+    assert all(report.left == [] for report in lc.reports()[-3:])
+    assert [call.op for call in record.calls if call.op.endswith("_")] == ["lattn::replay_"] * linear * 19
+    assert torch.equal(got.sequences, _generate(model, _ids(), 20).sequences)
+    report = record.report
+    assert [site.op for site in report.rewritten] == ["lattn::replay_"] * linear and report.left == []
+    site = report.sites[0]
+    assert site.policy is not None and lc.Policy.from_dict(site.policy) == policy
+    # transformers 5.17 repeats the key heads before the call, so the ring keeps each key twice.
+    want = policy.nbytes(int(site.shapes["H"]), 4, 16, 24)
+    assert site.state_bytes_after == want == _cache(got).layers[0].recurrent_states[0].nbytes / 2
+    assert "once packed" not in report.summary()
+
+
+def _steps_of(model: Any, forward: Any, tokens: int) -> torch.Tensor:
+    """Logits of decode steps that `forward` makes, after a prefill that the model makes."""
+    ids = _ids()
+    out = model(ids[:, :6], use_cache=True)
+    key, cache, logits = ("cache" if "cache" in out else "past_key_values"), _cache(out), []
+    for t in range(6, 6 + tokens):
+        logits.append(forward(ids[:, t : t + 1], use_cache=True, **{key: cache}).logits)
+    return torch.cat(logits, 1)
+
+
+def test_a_recipe_that_asks_for_another_policy_is_told_that_the_cache_has_its_own() -> None:
+    model, _ = tiny_models.build("qwen3_next", layers=2)
+    quantize_cache(model, "int8")
+    forward = torch.compile(model.forward, backend="lattn_compile", options={"policy": "fp8"})
+    with recorded() as record, pytest.warns(lc.LattnWarning, match="PACKED_STATE"):
+        _steps_of(model, forward, 1)
+    assert {site.reason.code for site in record.report.sites if site.reason} == {"PACKED_STATE"}
+
+
+def test_a_packed_policy_over_a_dense_cache_is_refused_where_it_would_have_to_be_stored() -> None:
+    model, _ = tiny_models.build("qwen3_next", layers=2)
+    policy = lc.Policy(lc.Int8(), storage="packed")
+    forward = torch.compile(model.forward, backend="lattn_compile", options={"policy": policy})
+    with recorded(), pytest.raises(UnsupportedError, match="caches that quantize_cache made"):
+        _steps_of(model, forward, 1)
+    report = lc.inspect(model, (_ids(1, 8),), {"use_cache": False}, policy=policy)
+    assert report.sites[0].state_bytes_after == policy.nbytes(2, 4, 16, 24)
+
+
+REPLAY = lc.Policy(lc.Int8(), write=lc.Replay(4, factors="int8"), readout="after_write")
+
+
+def test_teacher_forced_decoding_is_what_training_saw() -> None:
+    """A model trained under a recipe, served packed, token by token: the same function where no code flips."""
+    model, _ = tiny_models.build("qwen3_next", layers=2)
+    model = lc.attach(model.double(), REPLAY)
+    ids, prefix = _ids(2, 36), 24
+    with recorded():
+        compiled = torch.compile(model.forward, backend="lattn_compile")
+        with lc.training_phase(prefix):
+            want = compiled(ids, use_cache=False).logits
+        exact = compiled(ids, use_cache=False).logits
+        quantize_cache(model)  # the recipe comes with the model
+        out = compiled(ids[:, :prefix], use_cache=True)
+        logits, cache = [out.logits], _cache(out)
+        key = "cache" if "cache" in out else "past_key_values"
+        for t in range(prefix, ids.shape[1]):
+            logits.append(compiled(ids[:, t : t + 1], use_cache=True, **{key: cache}).logits)
+    got = torch.cat(logits, 1)
+    assert (got - want).abs().max() <= 1e-9
+    assert (got - exact).abs().max() > 1e-5, "quantization must be visible"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_exact_recipe_generates_what_a_dense_cache_generates(name: str) -> None:
+    model, _ = tiny_models.build(name, layers=3)
+    want = _generate(model, _ids(), 20)
+    quantize_cache(model, "exact")
+    got = _generate(model, _ids(), 20)
+    assert torch.equal(got.sequences, want.sequences) and _error(got, want) <= 1e-5
+    unquantize_cache(model)
+    again = _generate(model, _ids(), 20)
+    assert _error(again, want) == 0 and isinstance(_cache(again).layers[0].recurrent_states[0], torch.Tensor)
+
+
+def test_static_caches_beams_and_reset_work_as_before() -> None:
+    model, _ = tiny_models.build("qwen3_next", layers=3)
+    ids = _ids()
+    dense = model.generate(ids, max_new_tokens=12, num_beams=3, do_sample=False)
+    quantize_cache(model, "exact")
+    assert torch.equal(model.generate(ids, max_new_tokens=12, num_beams=3, do_sample=False), dense)
+    quantize_cache(model, "int8")
+    want = _generate(model, ids, 12)
+    static = _generate(model, ids, 12, cache_implementation="static")
+    assert torch.equal(static.sequences, want.sequences) and _error(static, want) <= 1e-5
+    cache = _cache(static)
+    key = "cache" if static.get("cache") is not None else "past_key_values"
+    cache.reset()
+    assert _error(_generate(model, ids, 12, **{key: cache}), want) <= 1e-5
+    # A prompt that is computed once and used often.
+    first = model(ids[:, :12], use_cache=True)
+    for _ in range(2):
+        again = _generate(model, ids, 12, **{key: copy.deepcopy(_cache(first))})
+        assert torch.equal(again.sequences, want.sequences)
+
+
+def test_a_prompt_in_pieces_stays_exact_and_a_second_turn_starts_from_what_a_reader_sees() -> None:
+    model, _ = tiny_models.build("kimi_linear", layers=3)
+    ids = _ids(2, 30)
+    whole = model(ids).logits
+    quantize_cache(model, "int8")
+    first = model(ids[:, :10], use_cache=True)
+    key = "cache" if "cache" in first else "past_key_values"
+    cache = _cache(first)
+    state = cache.layers[0].recurrent_states[0]
+    second = model(ids[:, 10:29], use_cache=True, **{key: cache})
+    assert (torch.cat([first.logits, second.logits], 1) - whole[:, :29]).abs().max() <= 1e-5
+    assert state.exact is not None and state.tensors == {}
+    model(ids[:, 29:], use_cache=True, **{key: cache})
+    assert state.exact is None and state.tensors
+    seen = state.dense().clone()
+    model(ids[:, :5], use_cache=True, **{key: cache})
+    assert state.exact is not None and not torch.equal(state.exact, seen)
+
+
+def _oracle(sequence: torch.Tensor, start: int) -> Any:
+    """Proposes what will be right, and every third time something wrong behind one or two right tokens."""
+    calls = [0]
+
+    def get_candidates(self: Any, input_ids: torch.Tensor) -> Any:
+        calls[0] += 1
+        at = input_ids.shape[1]
+        drafts = sequence[:, at : at + 4].clone()
+        if calls[0] % 3 == 0 and drafts.shape[1] > 2:
+            drafts[:, 1 + calls[0] % 2 :] = 1
+        return torch.cat([input_ids, drafts], 1), None
+
+    return get_candidates
+
+
+@pytest.mark.parametrize(("name", "policy"), [("qwen3_next", "int8"), ("qwen3_next", "exact"), ("kimi_linear", REPLAY)])
+def test_drafted_generation_generates_what_plain_generation_generates(name: str, policy: Any) -> None:
+    from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+    model, _ = tiny_models.build(name, layers=3)
+    ids = _ids(1)
+    with pytest.raises(ValueError, match="stateful"):
+        _generate(model, ids, 4, prompt_lookup_num_tokens=4, output_logits=False)
+    quantize_cache(model, policy)
+    plain = _generate(model, ids, 40, output_logits=False)
+    calls = []
+    hook = model.register_forward_pre_hook(lambda _, a, k: calls.append(k["input_ids"].shape[1]), with_kwargs=True)
+    with mock.patch.object(PromptLookupCandidateGenerator, "get_candidates", _oracle(plain.sequences, ids.shape[1])):
+        drafted = _generate(model, ids, 40, prompt_lookup_num_tokens=4, output_logits=False)
+    hook.remove()
+    assert torch.equal(drafted.sequences, plain.sequences)
+    assert calls[0] == 20 and max(calls[1:]) == 5 and len(calls) < 20, "the prompt alone, then drafts"
+    if policy == "int8":
+        a, b = (_cache(x).layers[0].recurrent_states[0] for x in (plain, drafted))
+        for key, x in a.tensors.items():
+            assert torch.equal(x, b.tensors[key]), f"{key}: token mode promises the bits"
+
+
+def test_an_assistant_model_drafts_for_a_packed_one() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model, _ = tiny_models.build("qwen3_next", layers=2)
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    assistant = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None, pad_token_id=0)).eval()
+    quantize_cache(model, "int8")
+    plain = _generate(model, _ids(1), 12, output_logits=False)
+    drafted = _generate(model, _ids(1), 12, assistant_model=assistant, output_logits=False)
+    assert torch.equal(drafted.sequences, plain.sequences)
+
+
+def test_recipes_by_path_leave_other_layers_as_they_are() -> None:
+    model, _ = tiny_models.build("qwen3_next", layers=3)
+    quantize_cache(model, lc.Recipe(rules=[("model.layers.0.linear_attn", "int8"), ("*", None)]))
+    out = model(_ids(), use_cache=True)
+    first, second = _cache(out).layers[:2]
+    assert isinstance(first.recurrent_states[0], lc.QuantizedState)
+    assert isinstance(second.recurrent_states[0], torch.Tensor)
+
+
+def test_a_cache_that_has_a_past_is_taken_over_exact() -> None:
+    model, _ = tiny_models.build("qwen3_next", layers=2)
+    ids = _ids()
+    out = model(ids, use_cache=True)
+    key, cache = ("cache" if "cache" in out else "past_key_values"), _cache(out)
+    twin = copy.deepcopy(cache)
+    quantize_cache(model, "exact")
+    got = model(ids[:, :1], use_cache=True, **{key: cache}).logits
+    assert isinstance(cache.layers[0].recurrent_states[0], lc.QuantizedState)
+    unquantize_cache(model)
+    assert (got - model(ids[:, :1], use_cache=True, **{key: twin}).logits).abs().max() <= 1e-5
+
+
+def test_misuse_is_refused_by_name() -> None:
+    model, _ = tiny_models.build("qwen3_next", layers=2)
+    with pytest.raises(LattnError, match="none is attached"):
+        quantize_cache(model)
+    with pytest.raises(LattnError, match="no layer calls a recurrence"):
+        quantize_cache(torch.nn.Linear(2, 2), "int8")
+    with pytest.raises(PolicyError, match="Inside a chunk"):
+        quantize_cache(model, lc.Policy(write=lc.Chunk(8)))
+    with pytest.raises(UnsupportedError, match="gate"):
+        quantize_cache(model, lc.Policy(gate="bf16"))
+    quantize_cache(model, "int8")
+    with torch.enable_grad(), pytest.raises(UnsupportedError, match="no_grad"):
+        model(_ids(), use_cache=True)
+    with pytest.raises(StateError, match="was no draft"):
+        out = model(_ids(), use_cache=True)
+        _cache(out).activate_past_recording()
+        _cache(out).crop(-1)
+
+
+@pytest.mark.skipif(
+    "LATTN_TEST_HF517" not in os.environ, reason="set LATTN_TEST_HF517 to a folder with transformers 5.17"
+)
+def test_transformers_5_17_packs_as_well() -> None:
+    path = os.pathsep.join([os.environ["LATTN_TEST_HF517"], os.environ.get("PYTHONPATH", "")])
+    environment = {k: v for k, v in os.environ.items() if k != "LATTN_TEST_HF517"} | {"PYTHONPATH": path}
+    chosen = "teacher_forced or drafted or static or pieces or three_graphs"
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-W", "ignore", __file__, "-k", chosen]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

@@ -1,0 +1,326 @@
+"""`QuantizedState`: staged, handed over, stepped, verified, moved, reordered and saved as one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils import _pytree as pytree
+
+import lattn_compile as lc
+from lattn_compile.errors import (
+    DtypeError,
+    FileFormatError,
+    PolicyError,
+    SequenceError,
+    ShapeError,
+    StateError,
+    UnsupportedError,
+)
+from lattn_compile.packed import layout
+from lattn_compile.packed.files import load_states, save_states
+from lattn_compile.packed.state import QuantizedState
+from lattn_compile.policy import Exact, Policy, Replay, TwoPrecision
+from tests.ops.cases import inputs
+from tests.packed.cases import same
+
+POLICIES = {
+    "token": Policy(lc.Int8(8), storage="packed"),
+    "token, stochastic": Policy(lc.Fp8(), rounding="stochastic", seed=3, feedback="int4", storage="packed"),
+    "token, nvfp4, rotated": Policy(lc.Nvfp4(), rotation="hadamard_k"),
+    "token, bf16": Policy(lc.Bf16()),
+    "replay": Policy(lc.Int8(8), write=Replay(4, factors="int8"), storage="packed"),
+    "replay, fp8 factors, after": Policy(lc.Fp8(), write=Replay(5, factors="fp8_e4m3"), readout="after_write"),
+    "a window of 1": Policy(lc.Int8(8), write=Replay(1)),
+    "two precisions": Policy(write=TwoPrecision(4)),
+    "exact": Policy(write=Exact()),
+}
+any_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+IDS = [4, 5, 6]
+
+
+def tokens(count: int, seed: int = 0) -> list[Tensor]:
+    return inputs(3, count, key_dim=16, value_dim=24, dtype=torch.float32, seed=seed)[:5]
+
+
+def prefilled(policy: Policy, count: int = 5) -> tuple[QuantizedState, Any]:
+    """A staged state, and what `lc.linear_attention` carries after the same prefill."""
+    emulated = Policy.from_dict({**policy.to_dict(), "storage": "emulated"})
+    start = inputs(3, 1, key_dim=16, value_dim=24, dtype=torch.float32)[5]
+    exact = lc.linear_attention(*tokens(count), initial_state=start, output_final_state=True)[1]
+    _, carried = lc.linear_attention(
+        *tokens(count), policy=emulated, initial_state=start, prefix_lengths=count, output_final_state=True,
+        sequence_ids=IDS, site_id=2,
+    )  # fmt: skip
+    state = QuantizedState(policy, site_id=2)
+    assert isinstance(exact, Tensor)
+    state.stage(exact, seen=count)
+    if state.sequence_ids is not None:
+        state.sequence_ids = torch.tensor(IDS)
+    return state, carried
+
+
+def stepped(policy: Policy, counts: tuple[int, ...] = (1, 2)) -> QuantizedState:
+    state, _ = prefilled(policy)
+    for i, count in enumerate(counts):
+        state.step(*tokens(count, seed=i + 1))
+    return state
+
+
+def equal(a: QuantizedState, b: QuantizedState) -> bool:
+    mine, theirs = a.held(), b.held()
+    return list(mine) == list(theirs) and all(same(x, theirs[name]) for name, x in mine.items())
+
+
+@any_policy
+def test_a_prefill_is_staged_exact_handed_over_at_the_first_suffix_token_and_released(policy: Policy) -> None:
+    state, carried = prefilled(policy)
+    assert state.exact is not None and state.exact.dtype is torch.float32
+    staged = 3 * 4 * 16 * 24 * 4
+    assert staged <= state.nbytes <= staged + 3 * 20
+    assert torch.equal(state.dense(), state.exact)
+    assert state.step(*[x[:, :0] for x in tokens(1)]).shape[1] == 0 and state.exact is not None
+    emulated = Policy.from_dict({**policy.to_dict(), "storage": "emulated"})
+    for seed, count in enumerate((1, 1, 3, 1, 6)):
+        x = tokens(count, seed=seed + 1)
+        if isinstance(policy.write, Exact):
+            dense = carried if isinstance(carried, Tensor) else carried.dense()
+            want, carried, _ = torch.ops.lattn.decode(*x, dense, None, None, None, None, scale=0.25)
+        else:
+            options: dict[str, Any] = {"sequence_ids": IDS, "site_id": 2, "output_final_state": True}
+            want, carried = lc.linear_attention(*x, policy=emulated, initial_state=carried, **options)
+        assert same(state.step(*x), want)
+        assert state.exact is None
+        assert same(state.dense(), carried if isinstance(carried, Tensor) else carried.dense())
+    numbers = 3 * 16 if state.random else 0
+    cursor = 0 if policy.write.mode in ("replay", "two_precision") else 3 * 4
+    assert state.nbytes == 3 * policy.nbytes(2, 4, 16, 24) + numbers + cursor
+
+
+@any_policy
+def test_only_sequences_with_a_suffix_token_are_handed_over(policy: Policy) -> None:
+    state, _ = prefilled(policy)
+    other, _ = prefilled(policy)
+    exact = state.dense().clone()
+    state.step(*tokens(2), sequence_lengths=torch.tensor([2, 0, 1]))
+    assert state.cursor is not None and (state.cursor < 0).tolist() == [False, True, False]
+    assert state.exact is not None and torch.equal(state.dense()[1], exact[1])
+    state.step(*tokens(2, seed=1), sequence_lengths=torch.tensor([0, 2, 0]))
+    assert state.exact is None
+    other.step(*tokens(2, seed=1), sequence_lengths=torch.tensor([0, 2, 0]))
+    assert same(state.dense()[1], other.dense()[1])
+
+
+@any_policy
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "file", "clone", "pytree"])
+def test_a_state_saved_in_mid_window_goes_on_as_if_never_stopped(policy: Policy, how: str, tmp_path: Path) -> None:
+    state = stepped(policy)
+    if how == "deepcopy":
+        again = copy.deepcopy(state)
+    elif how == "pickle":
+        torch.save({"cache": [state]}, tmp_path / "state.pt")
+        again = torch.load(tmp_path / "state.pt", weights_only=True)["cache"][0]
+        assert equal(state, pickle.loads(pickle.dumps(state)))
+    elif how == "file":
+        save_states({"layer": state}, tmp_path / "states.safetensors")
+        again = load_states(tmp_path / "states.safetensors")["layer"]
+    elif how == "clone":
+        again = state.clone()
+    else:
+        leaves, spec = pytree.tree_flatten(state)
+        assert {x.shape[0] for x in leaves} == {3}
+        assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+        again = pytree.tree_unflatten([x.clone() for x in leaves], spec)
+    assert equal(state, again) and again.policy == policy
+    x = tokens(7, seed=9)
+    assert same(state.step(*x), again.step(*x)) and equal(state, again)
+
+
+def test_an_exact_state_is_saved_before_it_was_handed_over(tmp_path: Path) -> None:
+    state, _ = prefilled(POLICIES["token"])
+    save_states({"a": state, "b": stepped(POLICIES["replay"])}, tmp_path / "s.safetensors")
+    again = load_states(tmp_path / "s.safetensors")
+    assert equal(state, again["a"])
+    assert same(state.step(*tokens(1)), again["a"].step(*tokens(1)))
+
+
+@any_policy
+def test_sequences_reorder_repeat_and_drop_with_everything_they_carry(policy: Policy) -> None:
+    state = stepped(policy)
+    x = tokens(4, seed=9)
+    order = torch.tensor([2, 0, 2])
+    moved = state.index_select(0, order)
+    o = moved.step(*[y[order] for y in x])
+    whole = state.clone()
+    want = whole.step(*x)
+    assert same(o, want[order]) and equal(moved, whole.index_select(0, order))
+    twice = state.repeat_interleave(2)
+    assert same(twice.step(*[y.repeat_interleave(2, 0) for y in x])[::2].contiguous(), want)
+    with pytest.raises(ShapeError, match="0, the sequences"):
+        state.index_select(1, order)
+
+
+@any_policy
+@pytest.mark.parametrize("drafts", [1, 4, 9])
+def test_any_prefix_of_drafts_can_be_accepted(policy: Policy, drafts: int) -> None:
+    """Accepting n of T is stepping over the first n, bit for bit, and dropping all is doing nothing."""
+    x = tokens(drafts, seed=9)
+    for accepted in sorted({0, 1, drafts // 2, drafts}):
+        state, plain = stepped(policy), stepped(policy)
+        before = state.clone()
+        whole = plain.clone().step(*x)
+        assert same(state.verify(*x), whole)
+        assert equal(state, before) and state.nbytes > before.nbytes, "drafts are counted"
+        state.accept(accepted)
+        if accepted:
+            plain.step(*[y[:, :accepted] for y in x])
+        assert equal(state, plain) and state.draft is None
+
+
+@any_policy
+def test_each_sequence_accepts_its_own_number_of_drafts(policy: Policy) -> None:
+    state, (x, more) = stepped(policy), (tokens(5, seed=9), tokens(2, seed=10))
+    state.verify(*x)
+    state.accept(torch.tensor([5, 0, 3]))
+    for i, count in enumerate((5, 0, 3)):
+        alone = stepped(policy).index_select(0, torch.tensor([i]))
+        if count:
+            alone.step(*[y[i : i + 1, :count] for y in x])
+        assert same(alone.step(*[y[i : i + 1] for y in more])[0], state.clone().step(*more)[i])
+
+
+@any_policy
+def test_drafts_before_the_hand_over_leave_the_state_exact_if_none_was_right(policy: Policy) -> None:
+    state, _ = prefilled(policy)
+    exact = state.dense().clone()
+    state.verify(*tokens(3))
+    state.accept(0)
+    assert state.exact is not None and torch.equal(state.dense(), exact)
+
+
+def test_token_mode_drafts_have_the_bits_of_plain_decoding() -> None:
+    state, plain = stepped(POLICIES["token"]), stepped(POLICIES["token"])
+    x = tokens(6, seed=9)
+    o = state.verify(*x)
+    state.accept(4)
+    one = torch.cat([plain.step(*[y[:, t : t + 1] for y in x]) for t in range(4)], 1)
+    assert same(o[:, :4].contiguous(), one) and equal(state, plain)
+
+
+def test_waiting_drafts_are_not_forgotten() -> None:
+    state = stepped(POLICIES["replay"])
+    state.verify(*tokens(3))
+    for refused in (lambda: state.step(*tokens(1)), state.flush, lambda: state.verify(*tokens(1))):
+        with pytest.raises(StateError, match="accept"):
+            refused()
+    with pytest.raises(StateError, match="drafts"):
+        save_states({"a": state}, "nowhere")
+    with pytest.raises(SequenceError, match=r"0 to the drafted \[3, 3, 3\]"):
+        state.accept(4)
+    state.accept(3)
+    with pytest.raises(StateError, match="verify"):
+        state.accept(0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "backend"),
+    [
+        (POLICIES["token"], "inductor"),
+        (POLICIES["replay"], "aot_eager"),
+        (POLICIES["two precisions"], "aot_eager"),
+    ],
+    ids=["token", "replay", "two precisions"],
+)
+def test_one_graph_steps_in_place(policy: Policy, backend: str) -> None:
+    """Hand-over and steps are traced; the tensors that a graph writes to are the state's own, step after step."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(lambda x, s: s.step(*x), fullgraph=True, backend=counter, dynamic=False)
+    state, plain = prefilled(policy)[0], prefilled(policy)[0]
+    where = None
+    for seed in range(6):
+        x = tokens(1, seed=seed)
+        assert same(compiled(x, state), plain.step(*x))
+        now = [y.data_ptr() for y in (*state.tensors.values(), state.cursor)]  # type: ignore[union-attr]
+        assert where in (None, now)
+        where = now
+        assert equal(state, plain) and state.exact is None
+    assert counter.frame_count == 2, "the hand-over is a graph of its own"
+
+
+@pytest.mark.parametrize("policy", [POLICIES["token"], POLICIES["replay"]], ids=["token", "replay"])
+def test_an_exported_step_writes_the_state_it_is_given(policy: Policy, tmp_path: Path) -> None:
+    class Step(torch.nn.Module):
+        def forward(self, x: list[Tensor], state: QuantizedState) -> Tensor:
+            return state.step(*x)
+
+    state, plain, x = stepped(policy), stepped(policy), tokens(1, seed=9)
+    torch.export.save(torch.export.export(Step(), (x, state.clone()), strict=False), tmp_path / "step.pt2")
+    program = torch.export.load(tmp_path / "step.pt2").module()
+    for seed in (9, 10):
+        x = tokens(1, seed=seed)
+        assert same(program(x, state), plain.step(*x)) and equal(state, plain)
+
+
+def test_a_chunk_policy_and_unbuilt_parts_are_refused_when_the_state_is_made() -> None:
+    with pytest.raises(PolicyError, match="Inside a chunk"):
+        QuantizedState(Policy(lc.Int8(), write=lc.Chunk(8)))
+    with pytest.raises(UnsupportedError, match="prefill"):
+        QuantizedState(Policy(prefill=lc.Prefill(inverse=lc.Neumann(4))))
+    with pytest.raises(UnsupportedError, match="QuantizedState"):
+        lc.linear_attention(*tokens(2), policy=POLICIES["token"])
+
+
+def test_misuse_is_named() -> None:
+    state = stepped(POLICIES["token"])
+    with pytest.raises(StateError, match="same sizes, gates and rule"):
+        state.step(*tokens(1)[:4])
+    with pytest.raises(DtypeError, match="codes have the dtype of their format"):
+        state.to(torch.bfloat16)
+    assert state.to(torch.float32) is state and state.to("cpu", non_blocking=True) is state
+    with pytest.raises(UnsupportedError, match="no_grad"):
+        state.step(*[x.requires_grad_() for x in tokens(1)])
+    with pytest.raises(UnsupportedError, match="no_grad"):
+        state.stage(torch.zeros(3, 4, 16, 24, requires_grad=True))
+    with pytest.raises(ShapeError, match=r"\[N, HV, K, V\]"):
+        state.stage(torch.zeros(4, 16, 24))
+    with pytest.raises(StateError, match="not known yet"):
+        _ = QuantizedState(POLICIES["token"]).shape
+    with pytest.raises(TypeError):
+        _ = state * 2  # type: ignore[operator]  # no silent decode
+
+
+def test_a_file_without_states_is_refused_by_name(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(2)}, tmp_path / "weights.safetensors")
+    (tmp_path / "text").write_text("text")
+    for name, why in (("weights.safetensors", "without states"), ("text", "cannot be read|no safetensors"), ("no", "")):
+        with pytest.raises(FileFormatError, match=f"path: got .*{why}"):
+            load_states(tmp_path / name)
+
+
+def test_resident_bytes_of_a_real_layer_are_within_the_promised_shares() -> None:
+    """GDN, H = 16, HV = 32, K = V = 128, everything counted, measured on the tensors."""
+    heads = layout.Heads(16, 32, 128, 128, "head", True)
+    fp32 = 32 * 128 * 128 * 4
+    for policy, share in (
+        (Policy(lc.Int8()), 0.26),
+        (Policy(lc.Int8(), write=Replay(8)), 0.35),
+        (Policy(lc.Int8(), write=Replay(8, factors="fp8_e4m3")), 0.28),
+        (Policy(lc.Nvfp4()), 0.15),
+    ):
+        state = QuantizedState(policy).allocate(heads, 2)
+        assert sum(x.untyped_storage().nbytes() for x in state.held().values()) == state.nbytes <= 2 * share * fp32
+    kda = layout.Heads(32, 32, 128, 128, "channel", True)
+    for policy, share in (
+        (Policy(lc.Int8(), write=Replay(8)), 0.42),
+        (Policy(lc.Int8(), write=Replay(8, factors="fp8_e4m3")), 0.34),
+    ):
+        assert QuantizedState(policy).allocate(kda, 1).nbytes <= share * fp32
