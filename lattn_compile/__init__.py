@@ -27,6 +27,8 @@ _HOME: dict[str, str] = {
     "training_phase": "phase",
     **dict.fromkeys(("encode_state", "decode_state", "EncodedState"), "state"),
     "ReplayState": "replay_state",
+    "QuantizedState": "packed.state",
+    "StatePool": "packed.pool",
     **dict.fromkeys(
         (
             "Policy",
@@ -67,12 +69,14 @@ __all__ = [
     "Nvfp4",
     "Policy",
     "Prefill",
+    "QuantizedState",
     "Recipe",
     "Replay",
     "ReplayState",
     "Report",
     "RewriteResult",
     "Site",
+    "StatePool",
     "Token",
     "TwoPrecision",
     "__version__",
@@ -100,7 +104,7 @@ def __getattr__(name: str) -> Any:
         # Capture has to know the tracers before it is entered; the backend wires it to them.
         importlib.import_module("lattn_compile.backend")
     if "torch" in sys.modules:
-        importlib.import_module("lattn_compile.carry")
+        importlib.import_module("lattn_compile.packed.state")
     value = getattr(module, name)
     globals()[name] = value
     return value
@@ -129,6 +133,8 @@ if TYPE_CHECKING:
     from lattn_compile.errors import LattnError, LattnWarning
     from lattn_compile.formats import Bf16, Fp8, Fp16, Fp32, Int8, Nvfp4
     from lattn_compile.functional import linear_attention
+    from lattn_compile.packed.pool import StatePool
+    from lattn_compile.packed.state import QuantizedState
     from lattn_compile.passes.capture import capture
     from lattn_compile.phase import training_phase
     from lattn_compile.policy import (
@@ -168,13 +174,13 @@ class _WhenTorchComes:
                 run(module)
                 # A module of ours that is importing torch itself is not whole yet; `__getattr__` registers them then.
                 if not any(name.startswith("lattn_compile.") for name in sys.modules):
-                    importlib.import_module("lattn_compile.carry")
+                    importlib.import_module("lattn_compile.packed.state")
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 if "torch" in sys.modules:
-    importlib.import_module("lattn_compile.carry")
+    importlib.import_module("lattn_compile.packed.state")
 else:
     sys.meta_path.insert(0, _WhenTorchComes())

@@ -6,7 +6,9 @@ import io
 import os
 import warnings
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from lattn_compile.passes.capture import Refused, capture, capturing  # noqa: F4
 from lattn_compile.passes.context import PassContext
 from lattn_compile.passes.normalize import copy_graph_module, with_graph
 from lattn_compile.passes.report import report_of
+from lattn_compile.passes.spelled.chunk_tables import VALUE
 from lattn_compile.passes.spelled.proposal import CONSTANT
 from lattn_compile.policy import Policy, Recipe, resolve_recipe
 from lattn_compile.report import Report
@@ -58,10 +61,11 @@ def _rewrite(target: fx.GraphModule | ExportedProgram, recipe: Recipe | None, re
     passes.run(context)
     for node in context.module.graph.find_nodes(op="placeholder"):
         node.meta.pop(CONSTANT, None)
+        node.meta.pop(VALUE, None)
     module: Any = context.module
     if isinstance(target, ExportedProgram):
         module = with_graph(target, module, renamed=bool(context.proposals))
-    for text in context.warnings:
+    for text in (*context.warnings, *context.idle_rules.values()):
         warnings.warn(text, LattnWarning, stacklevel=3)
     report = report_of(context)
     if not context.sites:
@@ -86,15 +90,39 @@ def inspect(
             `kwargs` under `lc.capture()`.
         policy: as for `rewrite`; None shows every site as exact.
     Raises:
-        FileFormatError: the file is missing or no exported program. LattnError: as `rewrite`.
+        FileFormatError: the file is missing or no exported program. LattnError: as `rewrite`, or arguments that
+            `target` does not take. What the module itself raises passes through.
     """
     refused: list[Refused] = []
     if isinstance(target, (str, os.PathLike)):
         target = load_program(target)
     elif isinstance(target, nn.Module) and not isinstance(target, fx.GraphModule):
+        args, kwargs = _call_of(target, args, kwargs)
         with capturing() as refused, torch.no_grad():
-            target = torch.export.export(target, tuple(args), dict(kwargs or {}), strict=False)
+            target = torch.export.export(target, args, kwargs, strict=False)
     return _rewrite(target, None if policy is None else resolve_recipe(policy), refused).report
+
+
+def _call_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an example call of `module`."""
+    if not isinstance(args, tuple | list) or not isinstance(kwargs, Mapping | None):
+        raise LattnError(
+            "args, kwargs",
+            got=f"{type(args).__name__} and {type(kwargs).__name__}",
+            want="a tuple of positional arguments, and a dict of keyword arguments or None",
+            remedy="For one tensor: lc.inspect(module, (x,)).",
+        )
+    args, kwargs = tuple(args), dict(kwargs or {})
+    try:
+        signature(module.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise LattnError(
+            "args, kwargs",
+            got=f"{len(args)} positional and {len(kwargs)} keyword arguments ({error})",
+            want=f"those of {type(module).__name__}.forward",
+            remedy="The module is traced with them: pass an example call.",
+        ) from error
+    return args, kwargs
 
 
 def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
@@ -135,11 +163,17 @@ def _not_a_program(file: Path, why: str) -> FileFormatError:
 
 
 def _name_constants(module: fx.GraphModule, program: ExportedProgram) -> None:
-    """Literals of the code are inputs of an exported graph: what they hold, for the search."""
-    lifted = program.graph_signature.inputs_to_lifted_tensor_constants
+    """Literals of the code and buffers are inputs of an exported graph: what they hold, for the search."""
+    lifted, buffers = (
+        program.graph_signature.inputs_to_lifted_tensor_constants,
+        program.graph_signature.inputs_to_buffers,
+    )
+    held = {**program.constants, **program.state_dict}  # buffers that are not persistent are no state
     for node in module.graph.find_nodes(op="placeholder"):
         if node.name in lifted:
             node.meta[CONSTANT] = program.constants.get(lifted[node.name])
+        elif node.name in buffers:
+            node.meta[VALUE] = held.get(buffers[node.name])
 
 
 def _copy(target: Any) -> fx.GraphModule:

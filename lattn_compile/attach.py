@@ -1,7 +1,7 @@
 """`lc.attach`: the recipe lives with the module, and with its checkpoints.
 
-Every submodule is marked with its full path and with a *group* (recipe and rule). The group is a string attribute that
-a trace reads, and so guards, on the module it is in: when one compiled artifact serves several layers, as regional
+Every submodule is marked with its full path and with a *group* (recipe and policy). The group is a string attribute
+that a trace reads, and so guards, on the module it is in: when one compiled artifact serves several layers, as regional
 `layer.compile()` does, layers of one group share it and a layer of another group gets its own.
 
 In a state dict the recipe is one more entry (`saved_recipe.py` says of what kind). It has to be in every state dict of
@@ -65,12 +65,9 @@ def attach(model: nn.Module, recipe: Recipe | Policy | Mapping[str, Any] | str |
         LattnError: `model` is no module. RecipeError, PolicyError, FormatError: the recipe is not valid, or a
             checkpoint has none. FileFormatError: a path that cannot be read.
     """
-    if not isinstance(model, nn.Module):
-        raise LattnError(
-            "model", got=type(model).__name__, want="an nn.Module", remedy="Attach to the model, before compiling it."
-        )
+    _check_module(model)
     resolved = recipe_in(recipe) or resolve_recipe(recipe)
-    root = _uncompiled(model)
+    root = uncompiled(model)
     for module in root.modules():
         if module is not root:
             _no_root(module)
@@ -80,8 +77,20 @@ def attach(model: nn.Module, recipe: Recipe | Policy | Mapping[str, Any] | str |
     return model
 
 
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise LattnError(
+            "model", got=type(model).__name__, want="an nn.Module", remedy="Attach to the model, before compiling it."
+        )
+
+
 def detach(model: nn.Module) -> nn.Module:
-    """Undo `attach`, and every `attach` to a module inside `model`: no recipe, no entry in state dicts, no hooks."""
+    """Undo `attach`, and every `attach` to a module inside `model`: no recipe, no entry in state dicts, no hooks.
+
+    Raises:
+        LattnError: `model` is no module.
+    """
+    _check_module(model)
     for module in model.modules():
         _no_root(module)
         for name in (GROUP, PATH, RECIPE):
@@ -92,7 +101,7 @@ def detach(model: nn.Module) -> nn.Module:
 
 def attached_recipe(model: nn.Module) -> Recipe | None:
     """The recipe attached to `model`, or to a module that it is inside of; None without one."""
-    return _uncompiled(model).__dict__.get(RECIPE)
+    return uncompiled(model).__dict__.get(RECIPE)
 
 
 def attached_anywhere() -> bool:
@@ -105,14 +114,27 @@ def is_root(module: nn.Module) -> bool:
     return ROOT in module.__dict__
 
 
-def _uncompiled(model: nn.Module) -> nn.Module:
+def uncompiled(model: nn.Module) -> nn.Module:
     """The module that `torch.compile(model)` wraps: the recipe is the model's, whichever of the two is at hand."""
     inner = model._modules.get("_orig_mod") if type(model).__name__ == "OptimizedModule" else None
     return model if inner is None else inner
 
 
-# Parts that wrappers put into the names of what they wrap.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def unwrapped_path(name: str) -> str:
+    """A module's path in `named_modules()` without the parts that wrappers put into the names of what they wrap."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def first_alike(recipe: Recipe, rule: int | None) -> int | None:
+    """The number of the first rule that has the policy of that rule. Where code may be shared, rules are told apart by
+    what they ask: a calibrated recipe has a rule for almost every layer, and few policies."""
+    if rule is None:
+        return None
+    policies = [policy for _, policy in recipe.rules]
+    return policies.index(policies[rule])
 
 
 def _mark(root: nn.Module, recipe: Recipe) -> set[int | None]:
@@ -127,10 +149,11 @@ def _mark(root: nn.Module, recipe: Recipe) -> set[int | None]:
         if is_root(module) and module is not root:
             own += (f"{name}.",)
             continue
-        path = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        path = unwrapped_path(name)
         rules = [recipe.resolve(path + name)[0] for name in ids]
         hit.update(rules)
-        object.__setattr__(module, GROUP, f"{fingerprint}:{rules[0] if len(set(rules)) == 1 else rules}")
+        asked = [first_alike(recipe, rule) for rule in rules]
+        object.__setattr__(module, GROUP, f"{fingerprint}:{asked[0] if len(set(asked)) == 1 else asked}")
         object.__setattr__(module, PATH, path)
         object.__setattr__(module, RECIPE, recipe)
     _forget_unattached_artifacts()
@@ -153,8 +176,8 @@ def _warn_about_idle_rules(recipe: Recipe, hit: set[int | None]) -> None:
 def _site_names(recipe: Recipe) -> list[str]:
     """What follows a module's path in the ids of its sites, as far as the recipe's globs can tell them apart.
 
-    Two layers are of one group only if every site of theirs gets the same rule: a rule for one kind that matches both
-    paths says nothing about which rule a site of another kind gets.
+    Two layers are of one group only if every site of theirs gets the same policy: a rule for one kind that matches both
+    paths says nothing about what a site of another kind gets.
     """
     numbers = range(16) if any("#" in glob.replace("#*", "") for glob, _ in recipe.rules) else range(1)
     return [f"/{kind.name}#{n}" for kind in KINDS for n in numbers]

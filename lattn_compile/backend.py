@@ -5,23 +5,23 @@ Rewriting happens before autograd, so forward and backward both see `lattn::` op
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import hashlib
 import logging
+import os
 import secrets
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import fx
 
-from lattn_compile import errors, passes, phase
-from lattn_compile.attach import GROUP, PATH, RECIPE, attached_anywhere, note_compile_without_recipe
+from lattn_compile import errors, history, passes, phase
+from lattn_compile.attach import GROUP, PATH, RECIPE, attached_anywhere, first_alike, note_compile_without_recipe
 from lattn_compile.errors import (
     LattnError,
     LattnWarning,
@@ -32,21 +32,29 @@ from lattn_compile.errors import (
     nearest,
     reason,
 )
+from lattn_compile.history import last_report, reports
+from lattn_compile.lowering import _torch_frames as frames
 from lattn_compile.lowering import _torch_private as private
+from lattn_compile.lowering.decompositions import DECOMPOSITIONS, name_kernels
+from lattn_compile.ops.recorded import name_recorded_calls
 from lattn_compile.passes import capture, lengths, normalize
 from lattn_compile.passes.context import PassContext, value_of
 from lattn_compile.passes.report import report_of
-from lattn_compile.policy import Policy, Recipe, resolve_recipe
+from lattn_compile.passes.spelled.chunk_tables import VALUE
+from lattn_compile.policy import PRESETS, RECIPE_FILE, Policy, Recipe, resolve_recipe
 from lattn_compile.report import Report
+
+__all__ = ["compile_count", "last_report", "lattn_compile", "parse_options", "reports"]
 
 log = logging.getLogger("lattn_compile")
 
 OWN_OPTIONS = ("policy", "mode", "strict", "verify")
 
 _COMPILES = 0
-_SECONDS = 0.0
-_REPORTS: deque[Report] = deque(maxlen=256)
 _SAID: set[str] = set()
+
+FILES = frames.Values()
+"""What guards look up at every call of a graph whose recipe is a file: which version of it lies there."""
 
 
 def lattn_compile(
@@ -65,6 +73,7 @@ def lattn_compile(
     reach the user wrapped in Dynamo's own exception.
     """
     try:
+        _follow_file((options or {}).get("policy"))
         return _compile(gm, example_inputs, mode, dict(options or {}))
     except LattnError as error:
         return functools.partial(_raise, error)
@@ -77,7 +86,7 @@ def _raise(error: LattnError, *args: Any) -> Any:
 def _compile(
     gm: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    global _COMPILES, _SECONDS
+    global _COMPILES
     started = time.perf_counter()
     recipe, strict, patches = parse_options(mode, options)
     training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
@@ -88,7 +97,7 @@ def _compile(
     )
     try:
         # Tensors of our own tracing and checking are none of those that a checkpoint or an offloading around us counts.
-        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is), values_known(context, inputs):
             passes.run(context)
     finally:
         if _depends_on_the_phase(context):
@@ -98,19 +107,44 @@ def _compile(
         note_compile_without_recipe()
     _COMPILES += 1
     report = report_of(context)
+    name_kernels(report, [s.node for s in context.sites])
     report.compiles = 1
-    _REPORTS.append(report)
-    _speak(context, report, recipe, strict)
+    compiled_so_far = history.current()
+    _speak(context, report, recipe, strict, compiled_so_far)
+    history.note(compiled_so_far, report)
     inner = private.configured_post_grad_pass(patches)
     identity = f"{source_hash()}:{_policies_fingerprint(context)}"
-    patches["post_grad_custom_post_pass"] = private.CacheIdentity(identity, inner)
-    compiled = private.compile_with_inductor(gm, [*inputs, *context.appended.values()], patches)
+    patches["post_grad_custom_post_pass"] = _PostGrad(identity, inner)
+    compiled = private.compile_with_inductor(gm, [*inputs, *context.appended.values()], patches, DECOMPOSITIONS)
     if _depends_on_the_phase(context):
         compiled = _with_lengths(compiled, context)
     report.seconds = time.perf_counter() - started
-    _SECONDS += report.seconds
     log.info("%s", report.summary())
     return compiled
+
+
+@contextlib.contextmanager
+def values_known(context: PassContext, inputs: Sequence[Any]) -> Iterator[None]:
+    """Inside, placeholders of the graph hold the tensors that it is compiled for: tables that a model keeps in buffers
+    are recognised by what they hold (and the graph then asserts that they still do)."""
+    given = context.module
+    for node, x in zip(given.graph.find_nodes(op="placeholder"), inputs, strict=False):
+        if isinstance(x, torch.Tensor):
+            node.meta[VALUE] = x
+    try:
+        yield
+    finally:
+        for module in (given, context.module):
+            for node in module.graph.find_nodes(op="placeholder"):
+                node.meta.pop(VALUE, None)
+
+
+class _PostGrad(private.CacheIdentity):
+    """What this backend runs on a graph with its gradients in it."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        name_recorded_calls(graph)
+        super().__call__(graph)
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
@@ -174,6 +208,8 @@ def parse_options(mode: str | None, options: dict[str, Any]) -> tuple[Recipe | N
     recipe = resolve_recipe(options["policy"]) if options.get("policy") is not None else None
     mode = options.get("mode", mode)
     try:
+        if not isinstance(mode, str | None) or mode == "":
+            raise RuntimeError
         patches = private.inductor_options(mode)
     except RuntimeError as error:
         raise PolicyError(
@@ -203,9 +239,20 @@ def parse_options(mode: str | None, options: dict[str, Any]) -> tuple[Recipe | N
     return recipe, bool(options.get("strict", False)), patches
 
 
-def _speak(context: PassContext, report: Report, recipe: Recipe | None, strict: bool) -> None:
-    """Say once what silence would hide; under `strict` raise it."""
+def _speak(
+    context: PassContext, report: Report, recipe: Recipe | None, strict: bool, compiled: history.Compiled
+) -> None:
+    """Say once what silence would hide; under `strict` raise it.
+
+    A callable whose graph broke is judged by all of its graphs: one of them says nothing of the others.
+    """
+    before, idle = compiled.idle_rules, context.idle_rules
+    compiled.idle_rules = idle if before is None else {n: text for n, text in idle.items() if n in before}
+    piece = context.resumed or frames.ends_in_a_break() or compiled.in_pieces
+    frame = frames.current_frame()
+    last = frame is not None and frame.rest_of_root and not frames.ends_in_a_break() and not compiled.skipped
     spoken = [*context.warnings, *(u.reason.text for u in report.unmatched)]
+    of_all = list(compiled.idle_rules.values())
     # Under an attached recipe, regions without a recurrence, and layers left alone as asked, are nothing to remark.
     expected = recipe is None and attached_anywhere() and not report.left_though_asked
     if not report.rewritten and not expected:
@@ -214,20 +261,57 @@ def _speak(context: PassContext, report: Report, recipe: Recipe | None, strict: 
                 {f"{r.code}: {r.text}. {r.remedy}" for x in report.left_though_asked + report.left if (r := x.reason)}
             )
         )
-        spoken.append(
-            "nothing was rewritten in a compiled graph: "
-            + (why or "no known recurrence was found in it (lc.inspect shows what is recognised)")
-        )
+        nothing = "nothing was rewritten in a compiled graph: "
+        if why:
+            spoken.append(nothing + why)
+        elif not (piece and compiled.has_sites):
+            of_all.append(nothing + "no known recurrence was found in it (lc.inspect shows what is recognised)")
     for text in spoken:
         if strict:
-            raise RewriteError(
-                "options['strict']", got=text, want="every site rewritten as asked", remedy="Mend it or drop strict."
-            )
+            _refuse_silence(text)
         _say(text)
+    for text in of_all:
+        if strict and (last or not piece):
+            _refuse_silence(text + (f"; nor in the graphs before it, into which {_root(frame)} broke" if last else ""))
+        _say(text + ("; it is a piece of a function whose graph broke" if piece else ""))
     undecided = [s for s in context.sites if s.recipe is None and s.arguments["write"] == "exact"]
     if recipe is None and undecided and "no recipe" not in _SAID:
         _SAID.add("no recipe")
         log.warning('no policy in options and none attached: recurrences stay exact (options={"policy": ...})')
+
+
+def _root(frame: frames.Frame | None) -> str:
+    return "the function" if frame is None else f"{frame.root.co_qualname} ({frame.root.co_filename})"
+
+
+def _refuse_silence(text: str) -> NoReturn:
+    raise RewriteError(
+        "options['strict']", got=text, want="every site rewritten as asked", remedy="Mend it or drop strict."
+    )
+
+
+def _follow_file(policy: object) -> None:
+    """A recipe that is a file's is read again when the file has changed: another version of it means another graph."""
+    if not isinstance(policy, os.PathLike) and not (isinstance(policy, str) and policy not in PRESETS):
+        return
+    path = Path(policy).absolute()
+    file = path / RECIPE_FILE if path.is_dir() else path
+    seen = [_version(file)]
+
+    def version() -> str:
+        # A file that is gone takes nothing back: what was compiled from it goes on.
+        seen[0] = _version(file) or seen[0]
+        return seen[0]
+
+    frames.guard_lookup(__name__, "FILES", FILES.name_of(hashlib.sha256(os.fsencode(file)).hexdigest()[:16], version))
+
+
+def _version(file: Path) -> str:
+    try:
+        found = os.stat(file)
+    except OSError:
+        return ""
+    return f"{found.st_mtime_ns}:{found.st_size}:{found.st_ino}"
 
 
 def _say(text: str) -> None:
@@ -278,43 +362,21 @@ def compile_count() -> int:
     return _COMPILES
 
 
-def reports() -> list[Report]:
-    """Reports of the compiles of this process, oldest first (256 at most). `Report.merge(lc.reports())` is one table of
-    them all: what regional compiles and graph breaks cut into several graphs."""
-    return list(_REPORTS)
-
-
-def last_report() -> Report | None:
-    """Report of the most recent compile in this process, with compiles, seconds and graph breaks counted until now.
-
-    None if nothing reached the backend; the log then says what Dynamo skipped.
-    """
-    counted = private.dynamo_counters()
-    skipped = counted["frames_total"] - counted["frames_ok"]
-    if not _REPORTS:
-        log.warning(
-            "no graph has gone through the lattn_compile backend: Dynamo saw %d frame(s) and skipped %d of them; "
-            "an error of the call says why, or compile with fullgraph=True",
-            counted["frames_total"],
-            skipped,
-        )
-        return None
-    return dataclasses.replace(
-        _REPORTS[-1],
-        compiles=_COMPILES,
-        seconds=_SECONDS,
-        graph_breaks=[why for why, n in counted["graph_breaks"].items() for _ in range(n)],
-        skipped_frames=["a frame that Dynamo could not compile runs uncompiled"] * skipped,
-    )
-
-
 def _compiling_for_us() -> bool:
     return private.compiling_options() is not None
 
 
-def _rule(kind: str) -> tuple[str, int | None, Policy | None] | None:
-    """Path, rule and policy of the call being traced, if a recipe is in force. One that is not valid is the backend's
-    to report."""
+class _Rule(NamedTuple):
+    """What a recipe says of the call being traced: the call's path, the number of its rule, and that rule's policy."""
+
+    recipe: Recipe
+    path: str
+    number: int | None
+    policy: Policy | None
+
+
+def _rule(kind: str) -> _Rule | None:
+    """None if no recipe is in force. One that is not valid is the backend's to report."""
     keywords = private.compiling_options() or {}
     attached, recipe = _attached()
     try:
@@ -325,17 +387,17 @@ def _rule(kind: str) -> tuple[str, int | None, Policy | None] | None:
     if recipe is None:
         return None
     path = attached[0] if attached else private.traced_path()
-    return (path, *recipe.resolve(f"{path}/{kind}#0"))
+    return _Rule(recipe, path, *recipe.resolve(f"{path}/{kind}#0"))
 
 
 def _left_alone(key: str, kind: str) -> capture.LeftAlone | None:
-    found = _rule(kind)
-    return capture.LeftAlone(key, kind, found[0], found[1]) if found is not None and found[2] is None else None
+    rule = _rule(kind)
+    return None if rule is None or rule.policy is not None else capture.LeftAlone(key, kind, rule.path, rule.number)
 
 
 def _rule_number(kind: str) -> int:
-    found = _rule(kind)
-    return 0 if found is None or found[1] is None else found[1]
+    rule = _rule(kind)
+    return 0 if rule is None else first_alike(rule.recipe, rule.number) or 0
 
 
 def _attached() -> tuple[tuple[str, str] | None, Recipe | None]:
@@ -359,6 +421,7 @@ def _attached_root() -> tuple[tuple[str, str] | None, Recipe | None]:
 
 
 def _wire_capture() -> None:
+    history.watch(lattn_compile, _say)
     errors.through_tracer = private.as_unsupported
     capture.HOOKS.compiling_for_us = _compiling_for_us
     capture.HOOKS.attached = _attached

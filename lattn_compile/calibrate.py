@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lattn_compile.attach import _WRAPPERS, _uncompiled
+from lattn_compile.attach import uncompiled, unwrapped_path
 from lattn_compile.calibration.choose import Choice, Option, least, within_budget, within_error
 from lattn_compile.calibration.record import RecordedSite, Recorder
 from lattn_compile.calibration.report import CalibratedSite, CalibrationReport, Measurement
@@ -97,7 +97,7 @@ def calibrate(
             "show", got=repr(show), want="a function of the report, or None", remedy="print is the default."
         )
     policies = _candidates(candidates)
-    model = _uncompiled(model)
+    model = uncompiled(model)
     recorder = Recorder(policies, horizon, dense_cache, drop_useless=candidates is None)
     recorder.run(model, _iterable(batches))
     sites = list(recorder.sites.values())
@@ -320,7 +320,7 @@ def _recipe(model: nn.Module, sites: Sequence[RecordedSite], policies: Sequence[
         number = _LAYER.search(path)
         family = path if number is None else f"{path[: number.start()]}\0{path[number.end() :]}"
         families.setdefault(family, {})[path] = next(iter(found.values()))
-    modules = {".".join(p for p in name.split(".") if p not in _WRAPPERS) for name, _ in model.named_modules()}
+    modules = {unwrapped_path(name) for name, _ in model.named_modules()}
     for family, members in families.items():
         common, times = Counter(members.values()).most_common(1)[0]
         pattern = "*".join(map(glob.escape, family.split("\0")))

@@ -6,6 +6,7 @@ Importing this file imports neither torch, Triton nor transformers; a command im
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 import warnings
@@ -15,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lattn_compile.errors import REASONS, FileFormatError, LattnError, LattnWarning, UnsupportedError, nearest
+from lattn_compile.errors import REASONS, FileFormatError, LattnError, LattnWarning, nearest
 from lattn_compile.render import columns
 from lattn_compile.render.reasons import EXAMPLES
 
@@ -127,9 +128,7 @@ def rewrite(
     if not report.rewritten:
         _line(f"nothing was rewritten, so {target} was not written", "yellow")
         return LEFT
-    import torch
-
-    torch.export.save(result.module, target)
+    _save_program(result.module, target)
     _line(f"wrote {target}")
     return _verdict(report, warned)
 
@@ -194,14 +193,17 @@ def doctor() -> int:
     return ERROR if any(c.state == "problem" for c in found) else OK
 
 
-def bench() -> int:
-    """Benchmarks of the kernels (not built yet)."""
-    raise UnsupportedError(
-        "bench",
-        got="a call of lattn-compile bench",
-        want="a release with Triton kernels",
-        remedy="It is not built yet: this release has the reference kernels only.",
-    )
+def bench(
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 4096,
+    only: Annotated[str, typer.Option(help="A regular expression that is found in names of cases.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Folder for the table, JSON and plot.")] = None,
+    seconds: Annotated[float, typer.Option(help="No case is begun after that.")] = 3600.0,
+) -> int:
+    """Check the kernels on this machine's GPU against float64, then time them, beside flash-linear-attention."""
+    from lattn_compile.bench import run
+
+    return run(batch=batch, tokens=tokens, out=out, only=only, seconds=seconds)
 
 
 def demo(
@@ -282,8 +284,12 @@ def _check_writable(out: Path | None) -> None:
     """Refuse an output path before any work is done, not after."""
     if out is None:
         return
-    if out.is_dir() or not out.parent.is_dir():
-        got = f"{str(out)!r}, {'which is a folder' if out.is_dir() else 'whose folder does not exist'}"
+    try:
+        why = "which is a folder" if out.is_dir() else "" if out.parent.is_dir() else "whose folder does not exist"
+    except OSError as exc:
+        why = f"which is no path ({exc.strerror})"
+    if why:
+        got = f"{str(out)!r}, {why}"
         raise FileFormatError("OUT", got=got, want="a file path", remedy="Create the folder, or name another file.")
 
 
@@ -295,6 +301,20 @@ def _write(out: Path, text: str) -> None:
             "OUT", got=f"{str(out)!r} ({exc.strerror})", want="a writable file", remedy="Name another file."
         ) from exc
     _line(f"wrote {out}")
+
+
+def _save_program(program: Any, out: Path) -> None:
+    import torch
+
+    try:
+        torch.export.save(program, out)
+    except (OSError, RuntimeError) as exc:  # torch's own writer raises the latter
+        if os.access(out, os.W_OK):
+            raise
+        said = (str(exc) or type(exc).__name__).splitlines()[0]
+        raise FileFormatError(
+            "OUT.pt2", got=f"{str(out)!r} ({said})", want="a writable file", remedy="Name another file."
+        ) from exc
 
 
 def _line(text: str, color: str | None = None) -> None:

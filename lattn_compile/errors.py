@@ -186,6 +186,11 @@ REASONS: dict[str, Reason] = {
             remedy="Drop policy= from that call to let the recipe decide.",
         ),
         Reason(
+            code="PACKED_STATE",
+            text="the cache holds this layer's state packed, under a policy that the recipe does not override",
+            remedy="Give quantize_cache the recipe that the model is compiled with, or compile it without one.",
+        ),
+        Reason(
             code="NO_GAIN",
             text="it takes as many bytes as exact",
             remedy="Give it in candidates to measure it all the same.",
@@ -354,7 +359,8 @@ REASONS: dict[str, Reason] = {
             code="CHUNK_DECAY_INPUTS",
             text="decays that no token chooses come from tables that are inputs of the graph, so that nothing in it "
             "says that they are powers of one decay a head",
-            remedy="Compute the tables in the forward pass, from one slope or decay a head.",
+            remedy="Compute the tables in the forward pass, from one slope or decay a head, or keep them in float32 "
+            "buffers whose values are known when compiling, all of them powers of one decay a head.",
         ),
         Reason(
             code="CHUNK_NOT_EQUAL",

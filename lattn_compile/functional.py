@@ -14,11 +14,21 @@ from torch import Tensor
 
 from lattn_compile import phase
 from lattn_compile.carry import Call, carried, to_carry
-from lattn_compile.errors import DtypeError, PolicyError, SequenceError, ShapeError, nearest, surfacing
+from lattn_compile.errors import PolicyError, nearest, surfacing
+from lattn_compile.ops.arguments import (
+    as_ids,
+    check_constants,
+    check_identity,
+    check_tensors,
+    check_transforms,
+    query_scale,
+    transforms_refused,
+)
 from lattn_compile.ops.decode import CHECKPOINT_EVERY, checkpoint_interval
 from lattn_compile.ops.segments import split
 from lattn_compile.phase import Lengths, as_lengths
 from lattn_compile.policy import PRESETS, Policy
+from lattn_compile.refusal import refuse
 from lattn_compile.replay_state import ReplayState
 from lattn_compile.state import EncodedState
 
@@ -27,6 +37,7 @@ __all__ = ["linear_attention"]
 own_call_tag: Callable[[], str] = str
 """Says, while Dynamo traces a call here, what `lc.attach` knows about it (set by `passes.capture`); "" is nothing."""
 
+_AS_IT_IS = contextlib.nullcontext()
 _EXACT = ("exact", "fp32", "before_write", "auto")
 
 
@@ -63,12 +74,13 @@ def linear_attention(
         beta: write strength `[B, T, HV]` after its activation, [0, 2) is legal; None is 1.
         rule: "delta" (DeltaNet, GDN, KDA) or "additive" (linear attention, RetNet, GLA, Lightning).
         scale: of the queries, default K ** -0.5.
-        initial_state: `[N, HV, K, V]`, N = B or the number of packed sequences, or what an earlier call returned.
+        initial_state: `[N, HV, K, V]`, N = B or the number of packed sequences, or what an earlier call returned: an
+            `EncodedState` or `ReplayState` under the policy that made it, or under "exact" from its `dense()` on.
         output_final_state: whether to return the state; else the second value is None.
         use_qk_l2norm_in_kernel: x / sqrt(sum(x²) + 1e-6) on q and k first.
         cu_seqlens: int32 or int64 `[N + 1]`, sequence boundaries of a packed batch with B = 1.
-        prefix_lengths: tokens before this are exact prefill. An int (clamped), a list or an int tensor, one a sequence;
-            default: that of the active `lc.training_phase`, else 0.
+        prefix_lengths: tokens before this are exact prefill. An int (clamped to each sequence), a list or an int
+            tensor, one a sequence (not clamped); default: that of the active `lc.training_phase`, else 0.
         sequence_lengths: tokens at or beyond it vanish: output and gradient 0, whatever they hold. Default: the
             phase's, else T.
         policy: a `Policy` (made outside a compiled region) or a preset's name; None computes exactly.
@@ -85,10 +97,26 @@ def linear_attention(
 
     Raises:
         ShapeError, DtypeError, SequenceError, StateError, PolicyError, FormatError: bad input, before any computation.
-        UnsupportedError: a part of the policy that is not built.
+        UnsupportedError: a part of the policy that is not built, or a transform of torch.func that is not supported.
     """
+    check_tensors(q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens)
+    check_constants(
+        rule, site_id, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
+    )
     call = Call(*(_EXACT if policy is None else _options(policy)))
+    if policy is None and isinstance(initial_state, (EncodedState, ReplayState)):
+        refuse(
+            "state",
+            "initial_state",
+            f"{_named(initial_state)}, and no policy",
+            "the policy that made it",
+            'Pass policy=... to go on as it began, or policy="exact" (or initial_state.dense()) to go on exactly.',
+        )
     start = carried(initial_state, call)
+    eager = not torch.compiler.is_compiling()
+    if eager:
+        carry = (start.state, start.cursor, start.read, *start.ring)
+        check_transforms({"q": q, "k": k, "v": v, "g": g, "beta": beta}, carry)
 
     ambient_prefix, ambient_sequence = phase.current()
     prefix = as_lengths("prefix_lengths", prefix_lengths) if prefix_lengths is not None else ambient_prefix
@@ -98,29 +126,29 @@ def linear_attention(
         prefix = torch.zeros((), dtype=torch.int32, device=q.device)
 
     if q.dim() < 2:  # the op says what it wants of other shapes
-        raise ShapeError("q", got=list(q.shape), want="[B, T, H, K]", remedy="The token axis comes before the heads.")
+        refuse("shape", "q", str(list(q.shape)), "[B, T, H, K]", "The token axis comes before the heads.")
     batch, tokens = q.shape[0], q.shape[1]
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    _check_identity(position, sequence_ids, sequences)
+    sequences = cu_seqlens.shape[0] - 1 if cu_seqlens is not None and cu_seqlens.dim() else batch
+    check_identity(position, sequence_ids, sequences, q.device)
     where, who = None, None
     if call.rounding == "stochastic" or policy is None:  # without one, a recipe may put one on this op later
         ambient_where, ambient_who = phase.current_identity()
-        where = start.position if position is None else _as_ids(position, q.device)
+        where = start.position if position is None else as_ids(position, q.device)
         where = ambient_where if where is None else where  # a carried state knows where it stands
-        who = ambient_who if sequence_ids is None else _as_ids(sequence_ids, q.device)
+        who = ambient_who if sequence_ids is None else as_ids(sequence_ids, q.device)
 
     lengths = (cu_seqlens, prefix, sequence, start.cursor)
     identity = () if where is None and who is None else (where, who)
     common = {
         **call.op_options(),
         "rule": rule,
-        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        "scale": query_scale(scale, q.shape[-1]),
         "qk_l2norm": use_qk_l2norm_in_kernel,
         "site_id": site_id,
     }
-    tag = _own_call_tag() if torch.compiler.is_compiling() else ""
+    tag = "" if eager else _own_call_tag()
     ring: list[Tensor] = []
-    with torch.fx.traceback.annotate({"lattn": tag}) if tag else contextlib.nullcontext():
+    with torch.fx.traceback.annotate({"lattn": tag}) if tag else transforms_refused() if eager else _AS_IT_IS:
         if call.window is not None:
             inputs = (q, k, v, g, beta, start.state, start.read, *start.ring)
             o, final, *ring = torch.ops.lattn.replay(
@@ -140,20 +168,27 @@ def linear_attention(
     # A call in which every sequence has a suffix token leaves no exact state, but inside a chunk.
     ragged = prefix is not None or sequence is not None or cu_seqlens is not None
     exact = call.write == "chunk" or ragged or tokens == 0
-    return o, to_carry(
-        final,
-        ring,
-        call,
-        start,
-        segments,
-        rule=rule,
-        site_id=site_id,
-        keep_exact=exact,
-        position=where,
-        sequence_ids=who,
-        has_decay=g is not None,
-        has_beta=beta is not None,
-    )
+    with transforms_refused() if eager else _AS_IT_IS:
+        return o, to_carry(
+            final,
+            ring,
+            call,
+            start,
+            segments,
+            rule=rule,
+            site_id=site_id,
+            keep_exact=exact,
+            position=where,
+            sequence_ids=who,
+            has_decay=g is not None,
+            has_beta=beta is not None,
+        )
+
+
+def _named(state: EncodedState | ReplayState) -> str:
+    if isinstance(state, EncodedState):
+        return f"an EncodedState of {state.state_format}"
+    return f"a ReplayState of {state.anchor.state_format}, {state.mode} over {state.window} tokens"
 
 
 @torch.compiler.assume_constant_result
@@ -177,14 +212,12 @@ def _options(policy: Policy | str) -> tuple[Any, ...]:
     return tuple(options.get(name, default) for name, default in Call._field_defaults.items())
 
 
+torch.compiler.assume_constant_result(refuse)
+
 if torch.__version__ >= "2.13":  # a TorchVersion, which compares as a version
     # Dynamo need not trace through a policy: it takes the result as a constant and guards on the object itself. Before
     # 2.13 it does not take a dataclass as an argument here, and traces.
     _options = torch.compiler.assume_constant_result(surfacing()(_options))
-
-
-def _as_ids(x: int | Sequence[int] | Tensor, device: torch.device) -> Tensor:
-    return x.to(device) if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64, device=device)
 
 
 def _checkpoint_every(tensors: tuple[Tensor | None, ...], tokens: int) -> int:
@@ -192,30 +225,3 @@ def _checkpoint_every(tensors: tuple[Tensor | None, ...], tokens: int) -> int:
         return 0
     # A graph serves many T: an interval that follows T would be a new constant, and a recompile, for each.
     return CHECKPOINT_EVERY if torch.compiler.is_compiling() else checkpoint_interval(tokens)
-
-
-def _check_identity(position: int | Tensor | None, sequence_ids: Sequence[int] | Tensor | None, sequences: int) -> None:
-    for name, x, scalar in (("position", position, True), ("sequence_ids", sequence_ids, False)):
-        if scalar and isinstance(x, int) and not isinstance(x, bool) and not 0 <= x < 2**32:
-            raise SequenceError(
-                name, got=str(x), want="0 to 2**32 - 1", remedy="Random bits are keyed by 32 bits of a position."
-            )
-        if x is None or (scalar and isinstance(x, int) and not isinstance(x, bool)):
-            continue
-        if isinstance(x, Tensor):
-            if x.dtype not in (torch.int32, torch.int64):
-                raise DtypeError(name, got=str(x.dtype), want="int32 or int64", remedy="It is a count, not a value.")
-            fits = (x.dim() == 0 and scalar) or (x.dim() == 1 and x.shape[0] == sequences)
-        elif isinstance(x, (list, tuple)) and not scalar:
-            if not all(isinstance(i, int) and not isinstance(i, bool) for i in x):
-                raise DtypeError(name, got=repr(x), want="ints", remedy="One int a sequence.")
-            fits = len(x) == sequences
-        else:
-            raise DtypeError(name, got=repr(x), want="an int or an int tensor", remedy="It is a count, not a value.")
-        if not fits:
-            raise SequenceError(
-                name,
-                got=f"{list(x.shape) if isinstance(x, Tensor) else len(x)}",
-                want=f"one a sequence, [N] = [{sequences}]",
-                remedy="N is the batch size, or len(cu_seqlens) - 1 for packed sequences.",
-            )

@@ -132,6 +132,7 @@ class Chunk(WriteMode):
 
     def __post_init__(self) -> None:
         check_int(PolicyError, "Chunk", "chunk_size", self.chunk_size, low=1)
+        check_int(PolicyError, "Chunk", "chunk_size", self.chunk_size, low=1, high=2**31 - 1)  # a cursor is an int32
 
     def __str__(self) -> str:
         return f"chunk({self.chunk_size})"

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lattn_compile.errors import DtypeError, SequenceError, UnsupportedError
+from lattn_compile.refusal import refuse
 
 __all__ = ["Lengths", "as_identity", "as_lengths", "bound", "current", "current_identity", "kind", "training_phase"]
 
@@ -105,23 +106,21 @@ def _whole_numbers(name: str, numbers: Any, dtype: torch.dtype, remedy: str, *, 
     single = isinstance(numbers, int)
     items = [numbers] if single else numbers
     if not isinstance(items, (list, tuple)) or not all(isinstance(n, int) and not isinstance(n, bool) for n in items):
-        raise DtypeError(name, got=f"{numbers!r}", want="an int, a list of ints or an int tensor", remedy=remedy)
+        refuse("dtype", name, repr(numbers), "an int, a list of ints or an int tensor", remedy)
     what = "lengths" if dtype is torch.int32 else "numbers"
     if not items or (least is not None and min(items) < least):
         limit = "" if least is None else f" >= {least}"
-        raise SequenceError(name, got=f"{numbers!r}", want=f"{what}{limit}, one or one a sequence", remedy=remedy)
+        refuse("sequence", name, repr(numbers), f"{what}{limit}, one or one a sequence", remedy)
     if not all(-(2 ** (8 * dtype.itemsize - 1)) <= n < 2 ** (8 * dtype.itemsize - 1) for n in items):
-        raise SequenceError(name, got=f"{numbers!r}", want=f"{what} that fit {dtype}", remedy=remedy)
+        refuse("sequence", name, repr(numbers), f"{what} that fit {dtype}", remedy)
     return torch.tensor(items[0] if single else items, dtype=dtype)
 
 
 def _check_tensor(name: str, numbers: Tensor, remedy: str, least: int | None) -> None:
     if numbers.dtype not in _INTEGERS:
-        raise DtypeError(name, got=str(numbers.dtype), want="an int tensor", remedy=remedy)
+        refuse("dtype", name, str(numbers.dtype), "an int tensor", remedy)
     if numbers.dim() > 1 or (numbers.dim() == 1 and numbers.shape[0] == 0):
-        raise SequenceError(
-            name, got=f"shape {list(numbers.shape)}", want="[] or [N]", remedy="Give one, or one a sequence."
-        )
+        refuse("sequence", name, f"shape {list(numbers.shape)}", "[] or [N]", "Give one, or one a sequence.")
     if least is None or torch.compiler.is_compiling() or numbers.device.type != "cpu":
         return  # reading values would wait for the device; the op clamps, and on a CPU it checks them itself
     if bool((numbers < least).any()):
@@ -134,7 +133,8 @@ class training_phase:
 
     Args:
         prefix_lengths: the first p tokens of a sequence are exact prefill, no state quantization; the others are in the
-            policy's write mode. An int (clamped to each sequence), a list or an int tensor, one a sequence.
+            policy's write mode. An int (clamped to each sequence), a list or an int tensor, one a sequence (not
+            clamped).
         sequence_lengths: the real length n of right-padded sequences; tokens behind it vanish. None: all are real.
         sequence_ids: a caller's own number for each sequence, `[N]`, any int64; None: 0. position: absolute position of
             the first token, an int, a list or an int tensor, one a sequence; None: 0. Both key stochastic rounding
@@ -248,7 +248,7 @@ def _check_pair(prefix: Tensor, sequence: Tensor | None) -> None:
             "prefix_lengths",
             got=str(prefix.tolist()),
             want=f"at most sequence_lengths = {sequence.tolist()}",
-            remedy="A prefix is the exact part of its own sequence.",
+            remedy="A prefix is the exact part of its own sequence. Lists are not clamped; one int for all is.",
         )
 
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from lattn_compile.formats import factors as factor_codec
 from lattn_compile.ring import Ring
-from lattn_compile.state import EncodedState, as_bytes, from_bytes, nbytes
+from lattn_compile.state import EncodedState, as_bytes, check_index, device_of, from_bytes, nbytes
 
 __all__ = ["ReplayState"]
 
@@ -82,7 +82,12 @@ class ReplayState:
         return state
 
     def index_select(self, index: Tensor) -> ReplayState:
-        """The sequences `index` (int `[M]`), for reordering beams or dropping finished ones."""
+        """The sequences `index` (int `[M]`), for reordering beams or dropping finished ones.
+
+        Raises:
+            DtypeError, StateError: not such a tensor, or (on CPUs) sequences that there are none of.
+        """
+        check_index(index, self.cursor)
         return self._map(lambda x: x.index_select(0, index))
 
     def detach(self) -> ReplayState:
@@ -90,7 +95,8 @@ class ReplayState:
         return self._map(lambda x: x.detach())
 
     def to(self, device: torch.device | str) -> ReplayState:
-        return self._map(lambda x: x.to(device))
+        where = device_of(device)
+        return self._map(lambda x: x.to(where))
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> ReplayState:
         return dataclasses.replace(

@@ -188,7 +188,17 @@ class Report:
     @classmethod
     def merge(cls, reports: Iterable[Report]) -> Report:
         """One report of several compiles. A site that says the same in each (a recompile) is listed once; the same
-        layer in another form (prefill and decode) stays two rows. Counts and seconds add up."""
+        layer in another form (prefill and decode) stays two rows. Counts and seconds add up.
+
+        Raises:
+            LattnError: something else than reports.
+        """
+        reports = list(reports) if isinstance(reports, Iterable) else [reports]
+        for other in reports:
+            if not isinstance(other, Report):
+                raise LattnError(
+                    "reports", got=type(other).__name__, want="an iterable of Reports", remedy="lc.reports() is one."
+                )
         merged = cls()
         recipes: list[dict[str, Any]] = []
         for report in reports:
@@ -254,9 +264,13 @@ class Report:
     @classmethod
     def from_json(cls, text: str) -> Report:
         """Inverse of `to_json`. Raises FileFormatError, also for text that is not JSON."""
+        if not isinstance(text, str | bytes | bytearray):
+            raise FileFormatError(
+                "report", got=type(text).__name__, want="JSON text", remedy="Report.from_dict takes the data of it."
+            )
         try:
             data = json.loads(text)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise FileFormatError(
                 "report", got=f"text that is not JSON ({exc})", want="JSON", remedy="Pass what Report.to_json() wrote."
             ) from exc

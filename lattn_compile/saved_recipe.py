@@ -181,7 +181,15 @@ def _in_distributed(folder: Path) -> Recipe:
     from torch.distributed import checkpoint
 
     reader = checkpoint.FileSystemReader(folder)
-    entries = reader.read_metadata().state_dict_metadata
+    try:
+        entries = reader.read_metadata().state_dict_metadata
+    except Exception as error:
+        raise FileFormatError(
+            "recipe",
+            got=f"{str(folder)!r}, whose .metadata cannot be read ({(str(error) or repr(error)).splitlines()[0]})",
+            want="a distributed checkpoint",
+            remedy="Load it yourself and pass its state dict.",
+        ) from error
     target = {name: torch.empty(entry.size, dtype=torch.uint8) for name, entry in entries.items() if is_key(name)}  # type: ignore[union-attr]
     if not target:
         return _missing(str(folder))

@@ -40,13 +40,20 @@ STORAGES = ("emulated", "packed")
 KERNELS = ("auto", "triton", "reference")
 MAX_SEED = 2**63 - 1
 
-# What this version computes, field by field. A part that gets built is added here and nowhere else.
+# What this version computes, field by field. A part that gets built is added here and nowhere else. Packed storage is
+# built for packed states (lattn_compile.packed), not for calls and graphs over dense ones, which this table is about.
 BUILT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "prefill": (None,),
         "storage": ("emulated",),
         "kernel": KERNELS,
     }
+)
+
+
+_PACKED_REMEDY = (
+    "Packed states are stepped by lc.QuantizedState and lc.StatePool, and held by caches that quantize_cache made; "
+    "here the state is dense."
 )
 
 
@@ -240,7 +247,9 @@ class Policy:
             argument,
             got=", ".join(parts),
             want="; ".join(there),
-            remedy="This version does not build more, and does nothing else in its place: change the policy.",
+            remedy=_PACKED_REMEDY
+            if names == ["storage"]
+            else "This version does not build more, and does nothing else in its place: change the policy.",
         )
 
     def op_kwargs(self) -> dict[str, Any]:

@@ -19,12 +19,15 @@ from torch.utils import _pytree as pytree
 from lattn_compile import codec
 from lattn_compile.errors import DtypeError, ShapeError, StateError
 from lattn_compile.formats import Format, parse
+from lattn_compile.refusal import refuse
 
 __all__ = [
     "EncodedState",
     "Written",
     "as_bytes",
+    "check_index",
     "decode_state",
+    "device_of",
     "encode_state",
     "from_bytes",
     "from_raw",
@@ -90,20 +93,34 @@ class EncodedState:
     def dense(self) -> Tensor:
         """The state as a reader sees it, `[N, HV, K, V]`: exact where it was not handed over yet, else decoded."""
         values = self.decoded()
-        if self.exact is None:
-            return values
-        return torch.where(self.cursor.view(-1, 1, 1, 1) < 0, self.exact, values)
+        return values if self.exact is None else self._exact_where(self.cursor < 0, values)
 
     def raw(self) -> Tensor:
         """What the ops continue from: exact also inside a chunk."""
         values = self.decoded()
         if self.exact is None:
             return values
-        stored = self.cursor == 0 if self.chunk_size is not None else self.cursor >= 0
-        return torch.where(stored.view(-1, 1, 1, 1), values, self.exact)
+        return self._exact_where(self.cursor != 0 if self.chunk_size is not None else self.cursor < 0, values)
+
+    def _exact_where(self, rows: Tensor, values: Tensor) -> Tensor:
+        exact = self.exact
+        assert exact is not None
+        if exact.shape != values.shape or rows.shape != values.shape[:1]:
+            raise StateError(
+                "exact, cursor",
+                got=f"{list(exact.shape)}, {list(rows.shape)} beside values of shape {list(values.shape)}",
+                want="[N, HV, K, V] and [N]",
+                remedy="Keep the parts of a state together: index_select, to, detach and pytrees take all of them.",
+            )
+        return torch.where(rows.view(-1, 1, 1, 1), exact, values)
 
     def index_select(self, index: Tensor) -> EncodedState:
-        """The sequences `index` (int `[M]`), for reordering beams or dropping finished ones."""
+        """The sequences `index` (int `[M]`), for reordering beams or dropping finished ones.
+
+        Raises:
+            DtypeError, StateError: not such a tensor, or (on CPUs) sequences that there are none of.
+        """
+        check_index(index, self.cursor)
         return self._map(lambda x: x.index_select(0, index))
 
     def detach(self) -> EncodedState:
@@ -111,7 +128,8 @@ class EncodedState:
         return self._map(lambda x: x.detach())
 
     def to(self, device: torch.device | str) -> EncodedState:
-        return self._map(lambda x: x.to(device))
+        where = device_of(device)
+        return self._map(lambda x: x.to(where))
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> EncodedState:
         return dataclasses.replace(
@@ -136,6 +154,46 @@ class EncodedState:
         size = list(next(iter(self.tensors.values())).shape[:-2])
         extra = "".join(f", {n}={x!r}" for n, x in (("feedback", self.feedback), ("rotation", self.rotation)) if x)
         return f"EncodedState({self.state_format}, {mode}{extra}, {[*size, *self.shape]}, {self.nbytes} bytes)"
+
+
+def check_index(index: Any, state: Tensor) -> None:
+    """`index` of a state's `index_select`; `state` is `[N, ...]`.
+
+    Raises:
+        DtypeError: no int32 or int64 tensor, or one on another device. StateError: not `[M]`, or (looked at on CPUs
+            only) sequences that there are none of.
+    """
+    size = state.shape[0]
+    if not isinstance(index, Tensor):
+        remedy = "torch.tensor(index) makes one of a list."
+        refuse("dtype", "index", repr(index), "an int32 or int64 tensor [M]", remedy)
+    if index.dtype not in (torch.int32, torch.int64):
+        remedy = "mask.nonzero().flatten() makes one of a mask." if index.dtype is torch.bool else "index.long()."
+        refuse("dtype", "index", str(index.dtype), "int32 or int64", remedy)
+    if index.device != state.device:
+        refuse("dtype", "index", str(index.device), f"the state's device {state.device}", "Move index there.")
+    if index.dim() != 1:
+        refuse("state", "index", f"shape {list(index.shape)}", "[M], numbers of sequences", "index.flatten().")
+    if torch.compiler.is_compiling() or index.device.type != "cpu":
+        return  # reading values would wait for the device
+    if bool(((index < 0) | (index >= size)).any()):
+        refuse("state", "index", str(index.tolist()), f"0 to {size - 1}", f"The state has {size} sequences.")
+
+
+def device_of(device: Any) -> torch.device:
+    """The device that `device` names.
+
+    Raises:
+        DtypeError: it names none.
+    """
+    if isinstance(device, (str, int, torch.device)) and not isinstance(device, bool):
+        try:
+            return torch.device(device)
+        except RuntimeError:
+            pass
+    raise DtypeError(
+        "device", got=repr(device), want="a torch.device or its name", remedy="A state's dtype is its format's."
+    )
 
 
 def nbytes(*tensors: Tensor | None) -> int:
@@ -256,6 +314,8 @@ def encode_state(S: Tensor, fmt: Format | str) -> EncodedState:
         DtypeError: not a floating-point state. ShapeError: fewer than two dimensions.
         FormatError: an unknown format, or one that does not fit K and V.
     """
+    if not isinstance(S, Tensor):
+        refuse("dtype", "S", type(S).__name__, "a tensor [..., K, V]", "torch.as_tensor makes one of an array.")
     if S.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         raise DtypeError("S", got=str(S.dtype), want="a floating-point state", remedy="Pass decoded values.")
     if S.dim() < 2:

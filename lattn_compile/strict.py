@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from lattn_compile.errors import FileFormatError, LattnError, nearest
 
-__all__ = ["check_choice", "check_int", "check_keys", "init_names", "read_json", "strict", "write_json"]
+__all__ = ["as_path", "check_choice", "check_int", "check_keys", "init_names", "read_json", "strict", "write_json"]
 
 T = TypeVar("T")
 
@@ -116,6 +116,20 @@ def strict(error: type[LattnError]) -> Callable[[type[T]], type[T]]:
         return cls
 
     return decorate
+
+
+def as_path(argument: str, path: object) -> Path:
+    """`path` as a Path.
+
+    Raises:
+        FileFormatError: not a str or a PathLike of one.
+    """
+    given = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if isinstance(given, str):
+        return Path(given)
+    raise FileFormatError(
+        argument, got=repr(path), want="a path, as a str or a Path", remedy="Name a file or a folder."
+    )
 
 
 def write_json(path: Path, data: object) -> None:

@@ -163,8 +163,8 @@ policy:
     [policy] policy: got 'int9'; want a Policy, None, or a preset: exact, int8, fp8, int8-replay, fp8-replay,
     nvfp4, fp8-two-precision. A Recipe chooses by path; one call takes one policy. Did you mean 'int8'?
 unbuilt policy:
-    [unsupported] policy: got storage='packed'; want storage 'emulated'. This version does not build more, and
-    does nothing else in its place: change the policy.""",
+    [unsupported] policy: got storage='packed'; want storage 'emulated'. Packed states are stepped by
+    lc.QuantizedState and lc.StatePool, and held by caches that quantize_cache made; here the state is dense.""",
     )
 
 

@@ -183,6 +183,22 @@ def test_rewrite_that_did_nothing_saves_nothing(
     assert "nothing was rewritten" in capsys.readouterr().err
 
 
+def test_an_output_that_cannot_be_written_is_one_line(
+    api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    too_long = tmp_path / ("x" * 300)
+    assert cli.main(["rewrite", "in.pt2", str(too_long), "--policy", "int8"]) == 1
+    assert cli.main(["inspect", "in.pt2", "--html", str(too_long)]) == 1
+
+    def full_disk(*_: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:747] . open file failed")
+
+    monkeypatch.setattr(torch.export, "save", full_disk)
+    assert cli.main(["rewrite", "in.pt2", str(tmp_path / "out.pt2"), "--policy", "int8"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("error: [file] OUT") == 3 and "open file failed" in said and "Traceback" not in said
+
+
 def test_rewrite_never_overwrites_its_input(api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "m.pt2"
     file.touch()
@@ -343,9 +359,10 @@ missing: fla: pip install 'lattn-compile[fla]'
     assert cli.main(["doctor"]) == 0
 
 
-def test_bench_says_that_it_is_not_built_yet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_says_that_it_wants_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench"]) == 1
-    assert "not built yet" in capsys.readouterr().err
+    assert "got a machine without a CUDA device" in capsys.readouterr().err
 
 
 def test_demo_passes_on_what_was_given_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,11 +52,12 @@ def _table(out: str) -> list[tuple[float, float]]:
     return [(float(m[1]), float(m[2])) for m in found if m]
 
 
-@pytest.mark.parametrize(("name", "rows"), [("qat", 3), ("qad", 2)])
+@pytest.mark.parametrize(("name", "rows"), [("qat", 3), ("qad", 2), ("qad --teacher self", 2)])
 def test_an_example_trains_saves_and_restores_the_same_bits(
     small: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, rows: int
 ) -> None:
-    _run(name, "--save", str(tmp_path))
+    name, *options = name.split()
+    _run(name, *options, "--save", str(tmp_path))
     out = capsys.readouterr().out
     table = _table(out)
     assert len(table) == rows and all(2 < bits < 9 for row in table for bits in row)

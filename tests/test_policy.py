@@ -156,8 +156,8 @@ fp8-two-precision. Correct the name, or build a Policy. Did you mean 'int8-repla
     assert_expected_inline(
         str(error_of(lambda: Recipe([("a.*", INT8), ("b.*", Policy(storage="packed"))]).require_built())),
         """\
-[unsupported] rules[1] ('b.*'): got storage='packed'; want storage 'emulated'. This version does not build more, and \
-does nothing else in its place: change the policy.""",
+[unsupported] rules[1] ('b.*'): got storage='packed'; want storage 'emulated'. Packed states are stepped by \
+lc.QuantizedState and lc.StatePool, and held by caches that quantize_cache made; here the state is dense.""",
     )
 
 

@@ -179,7 +179,8 @@ def test_a_state_of_another_policy_is_refused_and_dense_is_the_way_out(other: Po
         linear_attention(*tokens(5), policy=other, initial_state=final)
     assert "initial_state.dense()" in e.value.remedy
     linear_attention(*tokens(5), policy=other, initial_state=final.dense())
-    linear_attention(*tokens(5), initial_state=final)  # an exact call starts from what a reader sees
+    exact = linear_attention(*tokens(5), policy="exact", initial_state=final)[0]
+    assert torch.equal(exact, linear_attention(*tokens(5), initial_state=final.dense())[0])  # what a reader sees
 
 
 @pytest.mark.parametrize("policy", [REPLAY, POLICIES["two precisions"]], ids=str)

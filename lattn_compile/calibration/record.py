@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lattn_compile import backend, phase  # noqa: F401  (backend wires capture to the tracers)
-from lattn_compile.attach import _WRAPPERS, GROUP, PATH, RECIPE, _uncompiled
+from lattn_compile import backend, phase
+from lattn_compile.attach import GROUP, PATH, RECIPE, uncompiled, unwrapped_path
 from lattn_compile.calibration.measure import Errors
 from lattn_compile.errors import LattnError, Reason, reason
 from lattn_compile.lowering import _torch_calibrate as dynamo
@@ -143,7 +143,7 @@ class Recorder:
             if (code := dynamo.traced_code()) is not None:
                 self._codes.add(code)
             try:
-                return self._compile(gm)
+                return self._compile(gm, inputs)
             except LattnError as error:  # raised from here it would reach the user wrapped in Dynamo's own
                 return functools.partial(_raise, error)
 
@@ -151,13 +151,14 @@ class Recorder:
         measure.__name__ = private.BACKEND
         return measure
 
-    def _compile(self, gm: fx.GraphModule) -> Callable[..., Any]:
+    def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         mine = private.current_compile()
         taken = [entry for trace, entry in capture.REFUSALS if trace == mine]
         capture.REFUSALS[:] = [(trace, entry) for trace, entry in capture.REFUSALS if trace != mine]
         refused = [entry for entry in taken if isinstance(entry, capture.Refused)]
         context = PassContext(gm, None, refused=refused, live=True, resumed=private.resumes_a_frame())
-        run_passes(context)
+        with backend.values_known(context, inputs):
+            run_passes(context)
         for found in report_of(context).unmatched:
             self.unmatched[f"{found.path or found.node}: [{found.reason.code}] {found.reason.text}"] = None
         for site in context.sites:
@@ -260,9 +261,7 @@ def _arguments(number: int, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 def _mark(model: nn.Module) -> None:
     """Tell every module its path, as `lc.attach` does, and each a group and a rule of its own: no two layers may share
     a graph, or the sites of one would be counted as those of the other."""
-    paths = {}
-    for name, module in model.named_modules():
-        paths[module] = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    paths = {module: unwrapped_path(name) for name, module in model.named_modules()}
     exact = Policy(write=Exact())
     recipe = Recipe(rules=[*((glob.escape(path), exact) for path in paths.values() if path), ("*", exact)])
     for module, path in paths.items():
@@ -270,8 +269,8 @@ def _mark(model: nn.Module) -> None:
             object.__setattr__(module, name, value)
         # Layers that the user compiled, in either way, run as they are: in a graph of ours, or in a frame of their own.
         module.__dict__["_compiled_call_impl"] = None
-        if _uncompiled(module) is not module:
-            module.__dict__["forward"] = _uncompiled(module).__call__
+        if uncompiled(module) is not module:
+            module.__dict__["forward"] = uncompiled(module).__call__
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ class _Recorder(fx.Interpreter):
         result = super().run_node(n)
         names = [a.name for a in overload._schema.arguments]
         arguments = {**dict(zip(names, copied[0], strict=False)), **copied[1]}
-        outputs = tree_map_only(torch.Tensor, torch.clone, tuple(result))
+        outputs = tree_map_only(torch.Tensor, torch.clone, result if isinstance(result, tuple) else (result,))
         self.record.calls.append(OpCall(overload._schema.name, arguments, outputs))
         return result
 
@@ -82,7 +82,7 @@ def recorded() -> Iterator[Record]:
     """While active, `backend="lattn_compile"` runs its rewritten graphs eagerly, and they and their ops are kept."""
     record = Record()
 
-    def compile_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Any:
+    def compile_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], *_: Any) -> Any:
         record.graphs.append(gm)
         return torch.compiler.disable(_Recorder(gm, record).run)
 
