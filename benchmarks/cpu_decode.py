@@ -3,7 +3,7 @@
     python benchmarks/cpu_decode.py [--models qwen3_next kimi_linear] [--steps 100] [--threads 1] [--out DIR]
 
 The models are small and random, from transformers' own classes (three linear-attention layers and one of full
-attention, K = V = 64). One token at a time goes through a dynamic cache; the three are called in turn, so that whatever
+attention, K = V = 32). One token at a time goes through a dynamic cache; the three are called in turn, so that whatever
 else the machine does falls on all of them. Times are process CPU microseconds, the median over the steps. Before
 anything is timed, the logits of the exact policy must be eager's to 1e-4.
 """
@@ -37,18 +37,18 @@ def build(name: str) -> torch.nn.Module:
     types = ["linear_attention"] * 3 + ["full_attention"]
     shared: dict[str, Any] = {
         "vocab_size": 256,
-        "hidden_size": 256,
-        "intermediate_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
         "num_hidden_layers": len(types),
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 64,
+        "head_dim": 32,
         "layer_types": types,
         "pad_token_id": 0,
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 8,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
     }
     if name == "qwen3_next":
         config = transformers.Qwen3NextConfig(**shared, mlp_only_layers=list(range(len(types))), num_experts=0)

@@ -173,7 +173,7 @@ class _Retrace(PropagateUnbackedSymInts):
         if (template := self.repeats.find(found[0])) is not None:
             return self.repeats.repeat(n, template, found[1])
         nodes, writes = self.repeats.tracer.graph.nodes, self.repeats.mode.writes
-        last = next(iter(reversed(nodes)))
+        last = next(iter(reversed(nodes)), None)
         out = self._trace(n)
         if self.repeats.mode.writes == writes:
             made = list(itertools.takewhile(lambda node: node is not last, reversed(nodes)))[::-1]

@@ -48,4 +48,4 @@ def short_convolution(
         total = total + x[..., tap : tap + outputs] * w[:, 0, tap : tap + 1]
     if bias is not None:
         total = total + bias.to(dtype)[:, None]
-    return total.to(input.dtype)
+    return total.to(input.dtype).contiguous()

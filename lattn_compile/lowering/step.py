@@ -47,7 +47,8 @@ def decode_step(*tensors: Any, **options: Any) -> Any:
     """Decomposition of `lattn::decode`: (o, final_state, checkpoints), or NotImplemented for what stays the op.
 
     The equations are semantics §2 with the read-out taken before the write is: `q S = q S~ + (q k) u`, so that the old
-    state is read in one pass. Rounding is the codec of the format itself, never a second spelling of it.
+    state is read in one pass. Rounding is the codec of the format itself, never a second spelling of it. As on a GPU,
+    nobody looks whether g is positive.
     """
     t, chosen = Tensors(*tensors), DecodeOptions(**options)
     if not is_one_token(t, chosen):
@@ -80,7 +81,8 @@ def decode_step(*tensors: Any, **options: Any) -> Any:
     else:
         o = (q[..., None] * state).sum(-2) + (q * k).sum(-1, keepdim=True) * u
     kept = empty_checkpoints(t, geometry, shared.quantize, chosen.checkpoint_every)  # one token has none
-    return o.to(t.v.dtype)[:, None], final, kept
+    # Strides as the op has them: what follows was traced with those.
+    return o.to(t.q.dtype)[:, None].contiguous(), final.contiguous(), kept
 
 
 def _rounding(quantize: Quantizer) -> Callable[[Tensor], Tensor]:

@@ -26,7 +26,7 @@ from lattn_compile.errors import (
 from lattn_compile.formats.quantizer import ROUNDINGS
 from lattn_compile.formats.residual import FEEDBACKS
 from lattn_compile.formats.rotation import ROTATIONS
-from lattn_compile.ops.arguments import MAX_POSITION, check_dense, check_device, query_scale, refuse_position
+from lattn_compile.ops.arguments import check_dense, check_device, query_scale, refuse_position
 from lattn_compile.site_policy import GATES, KERNELS, READOUTS
 
 __all__ = [
@@ -314,10 +314,9 @@ def check_lengths(t: Tensors, geometry: Geometry, *, cursor_end: int) -> None:
     if t.prefix_lengths is not None and _on_cpu(t.prefix_lengths):
         scalar = t.prefix_lengths.dim() == 0
         _check_range("prefix_lengths", t.prefix_lengths, None if scalar else length, "the sequence's own length n")
-    if t.position is not None and _on_cpu(t.position):
-        outside = (t.position < 0) | (t.position >= MAX_POSITION)
-        if bool(outside.any()):
-            refuse_position(str(t.position.tolist()))
+    # From a tensor, a position beyond 2**32 counts modulo it, on every device.
+    if t.position is not None and _on_cpu(t.position) and bool((t.position < 0).any()):
+        refuse_position(str(t.position.tolist()))
     if t.cursor is not None and _on_cpu(t.cursor) and bool(((t.cursor < -1) | (t.cursor >= cursor_end)).any()):
         raise StateError(
             "cursor",

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lattn_compile.errors import StateError
+from lattn_compile.errors import ShapeError, StateError
 from lattn_compile.packed.layout import Heads
 from lattn_compile.packed.state import QuantizedState
 from lattn_compile.site_policy import Policy
@@ -64,7 +64,7 @@ class StatePool:
     ) -> None:
         if type(slots) is not int or slots < 1:
             raise StateError("slots", got=repr(slots), want="an int of at least 1", remedy="One slot a live sequence.")
-        self.slots, self.device = slots, torch.device(device)
+        self.slots, self.device, self.dtype = slots, torch.device(device), dtype
         self._states: dict[str, QuantizedState] = {}
         for number, (name, (policy, heads)) in enumerate(sites.items()):
             state = QuantizedState(policy, site_id=number)
@@ -144,7 +144,7 @@ class StatePool:
         A prefill in pieces starts the next one from `staged(slot)` and stages again. What was stored is given up.
 
         Raises:
-            StateError: no live slot, or a site is missing or one too many.
+            StateError: no live slot, or a site is missing or one too many. ShapeError: not such a state.
         """
         self._live(slot)
         if exact.keys() != self._states.keys():
@@ -154,7 +154,17 @@ class StatePool:
                 want=f"one for each of {sorted(self._states)}",
                 remedy="A sequence has passed every layer, or none.",
             )
-        self._staged[slot] = dict(exact), seen
+        for name, state in self._states.items():
+            assert state.heads is not None
+            want = [state.heads.HV, state.heads.K, state.heads.V]
+            if list(exact[name].shape) != want:
+                raise ShapeError(
+                    f"exact[{name!r}]",
+                    got=str(list(exact[name].shape)),
+                    want=str(want),
+                    remedy="One sequence's state, heads first: [HV, K, V].",
+                )
+        self._staged[slot] = {name: x.to(self.dtype) for name, x in exact.items()}, seen
         for state in self._states.values():
             self._clear(state, slot)
 
@@ -235,6 +245,15 @@ class StatePool:
                 remedy="Restore it to the pool it was taken from, or to one of the same model.",
             )
         for name, state in self._states.items():
+            row = snapshot.rows[name]
+            if (row.policy, row.heads, row.rule) != (state.policy, state.heads, state.rule):
+                raise StateError(
+                    "snapshot",
+                    got=f"{name!r} of {row.policy!r}, {row.heads}, {row.rule!r}",
+                    want=f"of {state.policy!r}, {state.heads}, {state.rule!r}",
+                    remedy="Codes mean nothing under another policy: restore to a pool of the same model and recipe.",
+                )
+        for name, state in self._states.items():
             _put(snapshot.rows[name].to(self.device), state, slot)
         self._staged.pop(slot, None)
         if snapshot.exact:
@@ -259,7 +278,7 @@ class StatePool:
 
 
 def _put(row: QuantizedState, state: QuantizedState, slot: int) -> None:
-    """The single row of `row` into a slot of `state`, all but its name."""
+    """The single row of `row`, of the same policy and sizes, into a slot of `state`, all but its name."""
     held = state.held()
     for name, x in row.held().items():
         if name not in ("sequence_ids", "exact"):

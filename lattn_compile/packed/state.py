@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -215,6 +215,11 @@ class QuantizedState(StoredState):
             padding_slot=padding_slot,
             **options,
         )
+
+    def zero_(self) -> Self:
+        """Every sequence starts at zero again; exact states and waiting drafts are released."""
+        self.draft = None
+        return super().zero_()
 
     def verify(
         self,

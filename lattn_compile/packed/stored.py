@@ -235,6 +235,9 @@ class StoredState:
 
     def zero_(self) -> Self:
         """Every sequence starts at zero again; exact states are released."""
+        if not self.tensors:  # staged, or never stepped: the next step makes what it stores
+            self.exact = self.cursor = self.position = None
+            return self
         self.exact = None
         if self.cursor is not None:
             self.cursor.fill_(-1)

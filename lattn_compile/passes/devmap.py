@@ -66,6 +66,12 @@ def _functorch(node: fx.Node) -> str | None:
     return str(getattr(node.target, "__name__", node.target))
 
 
+def _changes_mode(node: fx.Node) -> bool:
+    """Whether a node turns gradients, inference mode or autocast on or off: written out, the section would lose it."""
+    name = str(getattr(node.target, "__name__", node.target))
+    return any(word in name for word in ("grad_enabled", "inference_mode", "autocast"))
+
+
 def _sections(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """The nodes from the beginning of each outermost vmap to its end."""
     depth, section = 0, []
@@ -83,7 +89,7 @@ def _write_out(module: fx.GraphModule, section: list[fx.Node]) -> bool:
     inside = set(section)
     inputs = list(dict.fromkeys(x for n in section for x in n.all_input_nodes if x not in inside))
     outputs = [n for n in section if any(u not in inside for u in n.users)]
-    if any(n.op not in ("call_function", "call_method", "get_attr") for n in section):
+    if any(n.op not in ("call_function", "call_method", "get_attr") or _changes_mode(n) for n in section):
         return False
     values = [value_of(x) for x in inputs]
     if not all(_plain(v) for v in [*values, *map(value_of, outputs)]):

@@ -67,14 +67,15 @@ class Nodes(Writer):
 
     def fixed(self, decay: FixedDecay, like: fx.Node, heads: int) -> fx.Node:
         """`[B, T, heads]`."""
-        x = self.log_decay(decay, value(like).device)
+        x = self.log_decay(decay, value(like))
         b, t = self.shape(like)[:2]
         return self.expand(self.reshape(x, [1, 1, -1 if value(x).dim() else 1]), [b, t, heads])
 
-    def log_decay(self, decay: FixedDecay, device: torch.device) -> fx.Node:
-        """`[heads]`, or one number for all, from where the graph has the decay, or from numbers."""
+    def log_decay(self, decay: FixedDecay, beside: torch.Tensor) -> fx.Node:
+        """`[heads]`, or one number for all, from where the graph has the decay, or from numbers: in float64 if what it
+        stands `beside` is, else in float32."""
         if decay.node is None:
-            x = self._numbers(decay.log.tolist(), device)
+            x = self._numbers(decay.log.tolist(), beside)
         else:
             x = decay.node
             for axis in reversed(range(len(decay.index))):
@@ -122,8 +123,8 @@ class Nodes(Writer):
         )
         self.call(aten._assert_async.msg, self.call(aten.all.default, ok), message)
 
-    def _numbers(self, numbers: list[float], device: torch.device) -> fx.Node:
-        options = {"dtype": torch.float32, "device": device}
+    def _numbers(self, numbers: list[float], beside: torch.Tensor) -> fx.Node:
+        options = {"dtype": torch.promote_types(beside.dtype, torch.float32), "device": beside.device}
         if len(set(numbers)) == 1:
             return self.call(aten.full.default, [1], numbers[0], **options)
         return self.call(aten.cat.default, [self.call(aten.full.default, [1], n, **options) for n in numbers])

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lattn_compile.passes.spelled.expand import is_literal
 from lattn_compile.passes.spelled.proposal import CONSTANT, Proposal
 from lattn_compile.passes.spelled.subgraph import constant, is_trained
 
@@ -127,6 +128,10 @@ class Tables:
         """Tables that another call may fill otherwise."""
         leaves = set(self.leaves)
         return [] if leaves <= self.fixed else list(self.powers)
+
+    def changeable(self) -> list[fx.Node]:
+        """Tables that may hold something else one day: the unsure ones, and attributes that are no literals."""
+        return self.unsure() or [n for n in self.powers if n.op == "get_attr" and not is_literal(n)]
 
 
 @dataclass

@@ -231,8 +231,8 @@ def propose(survey: Survey, exits: list[fx.Node], o_at: int, boundary: Boundary,
             s_old = exits[1 - o_at]
             old.append(s_old)
             new.append(w.to(state_of(w, final, roles.final[0], value(s_old).shape), value(s_old).dtype))
-        if roles.tables is not None and roles.fixed is not None and (unsure := roles.tables.unsure()):
-            log = w.log_decay(roles.fixed, value(unsure[0]).device)
+        if roles.tables is not None and roles.fixed is not None and (unsure := roles.tables.changeable()):
+            log = w.log_decay(roles.fixed, value(unsure[0]))
             for table in unsure:
                 w.check_powers(table, roles.tables.powers[table], log)
     except BaseException:

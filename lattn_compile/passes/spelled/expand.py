@@ -43,7 +43,7 @@ from lattn_compile.passes.spelled.terms import (
 from lattn_compile.passes.spelled.views import of_booleans
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["PRODUCTS", "SELECTS", "VIEWS", "Expander", "constant", "expandable", "is_zero"]
+__all__ = ["PRODUCTS", "SELECTS", "VIEWS", "Expander", "constant", "expandable", "is_literal", "is_zero"]
 
 VIEWS, PRODUCTS, SELECTS = 0, 1, 2
 
@@ -241,8 +241,14 @@ def constant(node: fx.Node) -> float | None:
     for name in str(node.target).split("."):
         x = getattr(x, name, None)  # type: ignore[assignment]
     known = isinstance(x, torch.Tensor) and not isinstance(x, (torch.nn.Parameter, torch._subclasses.FakeTensor))
-    # A buffer may change; a literal of the code may not.
-    return float(x) if known and str(node.target).startswith(("_tensor_constant", "lifted_tensor")) else None  # type: ignore[arg-type]
+    return float(x) if known and is_literal(node) else None  # type: ignore[arg-type]
+
+
+def is_literal(node: fx.Node) -> bool:
+    """Whether a `get_attr` is a tensor that the code makes anew at every run: a buffer, or a tensor that was closed
+    over and is named alike, may be changed."""
+    made_anew = node.users and all(name_of(u) in ("aten::lift_fresh_copy", "aten::lift_fresh") for u in node.users)
+    return bool(made_anew) and str(node.target).startswith(("_tensor_constant", "lifted_tensor"))
 
 
 def number(x: Any) -> float:
