@@ -50,6 +50,11 @@ def test_any_other_convolution_is_left(change: dict[str, Any], x: tuple[int, ...
     assert short_convolution(torch.zeros(x), torch.zeros(w), None, **{**_PLAIN, **change}) is NotImplemented
 
 
+def test_strides_are_the_convolutions() -> None:
+    x, w = torch.randn(2, 8, 6).transpose(1, 2), torch.randn(6, 1, 4)
+    assert short_convolution(x, w, None, **_PLAIN).stride() == conv1d(x, w, groups=6).stride()
+
+
 def test_a_graph_without_recurrence_keeps_its_convolutions_numbers() -> None:
     def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return conv1d(x, w, groups=6)[..., -1:].sigmoid()

@@ -60,6 +60,17 @@ def test_inputs_of_every_dtype_and_option(dtype: torch.dtype, extra: dict[str, A
     assert torch.equal(got[2], want[2])
 
 
+@pytest.mark.parametrize("half", [("q", "k"), ("v",), ()])
+def test_outputs_have_the_ops_dtypes_and_strides(half: tuple[str, ...]) -> None:
+    """What follows was traced with them: o in q's dtype, both contiguous, also for a state that is a transpose."""
+    tensors = inputs(tokens=1, heads=4, key_dim=8, value_dim=8, dtype=torch.float32)
+    tensors = [x.bfloat16() if name in half else x for name, x in zip("qkvgbs", tensors, strict=True)]
+    tensors[5] = tensors[5].transpose(-1, -2)
+    kwargs = options("decode")
+    got, want = _step(tensors, **kwargs), OPS["decode"](*tensors, *NONE, **kwargs)
+    assert [(x.dtype, x.stride()) for x in got] == [(x.dtype, x.stride()) for x in want]
+
+
 @pytest.mark.parametrize(
     ("change", "tokens"),
     [

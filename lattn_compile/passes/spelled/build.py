@@ -434,13 +434,10 @@ def _log(w: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     return _log_of_values(w, w.to(node, dtype))
 
 
-_NEXT_TO_NOTHING = 1e-30
-"""Lost in every decay above 1e-22, and far from the smallest normal float32."""
-
-
 def _log_of_values(w: Writer, x: fx.Node) -> fx.Node:
-    """log of a decay that may be 0, with its gradient there, which multiplies by what was added and divides by it."""
-    return w.call(aten.log.default, w.call(aten.add.Scalar, x, _NEXT_TO_NOTHING))
+    """log of a decay that may be 0, with a finite gradient there: below the smallest number it is held."""
+    smallest = torch.finfo(value(x).dtype).tiny
+    return w.call(aten.log.default, w.call(aten.clamp_min.default, x, smallest))
 
 
 def _argument(w: Writer, node: fx.Node, function: str, dtype: torch.dtype) -> fx.Node:
