@@ -154,8 +154,8 @@ def _checked(x: _Step, call: Call) -> tuple[Geometry, Heads, dict[str, Tensor]]:
     geometry = check_call(t)
     decay = "none" if x.g is None else "head" if x.g.dim() == 3 else "channel"
     # What is stored has a layout of its own: sizes that a trace left open are decided here.
-    sizes = [int(n) for n in (geometry.heads, geometry.value_heads, geometry.key_dim, geometry.value_dim)]
-    heads = Heads(*sizes, decay, x.beta is not None)
+    H, HV, K, V = (int(n) for n in (geometry.heads, geometry.value_heads, geometry.key_dim, geometry.value_dim))
+    heads = Heads(H, HV, K, V, decay, x.beta is not None)
     stored = named(x.state, x.cursor, call, heads)
     if (have := compute_dtype(stored)) is not geometry.dtype and have in {y.dtype for y in x.state}:
         raise DtypeError(
