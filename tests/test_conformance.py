@@ -162,8 +162,8 @@ def policy_says(**options: Any) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def later_position(patch: pytest.MonkeyPatch) -> None:
-    plain = functional._as_ids
-    patch.setattr(functional, "_as_ids", lambda x, device: plain(x, device) + 1)
+    plain = functional.as_ids
+    patch.setattr(functional, "as_ids", lambda x, device: plain(x, device) + 1)
 
 
 def coarser_codes(patch: pytest.MonkeyPatch) -> None:
