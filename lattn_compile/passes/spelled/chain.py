@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -133,9 +133,26 @@ def _match_all(index: Index) -> tuple[dict[fx.Node, Step], list[NearMiss], set[f
     misses = []
     for ladder, root, miss in pending:
         if ladder[-1] not in inside and _worth_telling(index, ladder, root, steps, miss):
-            misses.append(miss.at(ladder[0]))
+            misses.append(replace(miss.at(ladder[0]), token=_between(root, ladder[0])))
     refused = {n for n, (_, miss) in missed.items() if n not in inside and miss.code in _UNSEEN}
     return steps, misses, refused
+
+
+def _between(root: fx.Node, update: fx.Node) -> frozenset[fx.Node]:
+    """What is computed from the state on the way to its update, which stands behind it."""
+    below = {root}
+    node = root
+    while node is not update:
+        node = node.next
+        if any(x in below for x in node.all_input_nodes):
+            below.add(node)
+    above, waiting = set(), [update]
+    while waiting:
+        node = waiting.pop()
+        if node in below and node not in above:
+            above.add(node)
+            waiting += node.all_input_nodes
+    return frozenset(above)
 
 
 def _match_one(

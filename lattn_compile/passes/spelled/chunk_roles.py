@@ -118,8 +118,9 @@ def find_roles(exits: Sequence[fx.Node], o_at: int, boundary: Boundary, sizes: S
             if (found := search.run(vectors, scalars)) is not None:
                 return replace(found, tables=trial.tables if found.fixed is not None else None, negative=negative)
         miss = NotEqual(search.best, plain)
-        if not chosen and search.best < float("inf"):
-            miss = NoMatch("CHUNK_DECAY_INPUTS", f"they are {_names(boundary.statics)}", boundary.statics[0])
+        tables = [n for n in boundary.statics if not _is_longer_sequence(n, sizes)]
+        if not chosen and tables and search.best < float("inf"):
+            miss = NoMatch("CHUNK_DECAY_INPUTS", f"they are {_names(tables)}", tables[0])
     raise miss
 
 
@@ -333,6 +334,12 @@ def _error(got: Tensor, want: Tensor) -> float:
         return float("inf")
     top = float(want.abs().max()) if want.numel() else 0.0
     return float((got - want).abs().max()) / top if top else float((got - want).abs().max() if got.numel() else 0.0)
+
+
+def _is_longer_sequence(node: fx.Node, sizes: Sizes) -> bool:
+    """Whether a value that no token of a block reaches is what the block was cut from: a gate of all tokens."""
+    shape = sizes_of(node) or ()
+    return len(shape) > 2 and shape[0] == sizes.batch and isinstance(shape[1], int) and shape[1] > sizes.tokens
 
 
 def _names(nodes: Sequence[fx.Node]) -> str:

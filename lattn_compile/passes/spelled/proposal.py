@@ -68,12 +68,14 @@ class NearMiss:
         node: where the match stopped (or the state update it began at).
         stopped_at: how far it came, in words a kernel engineer understands.
         reason: a catalogued reason (`errors.REASONS`).
+        token: nodes between the state and its update, where it is a token that was refused.
     """
 
     node: fx.Node
     stopped_at: str
     reason: Reason
     evidence: Mapping[str, Any] = field(default_factory=dict)
+    token: frozenset[fx.Node] = field(default=frozenset(), repr=False, compare=False)
 
 
 class NoMatch(Exception):

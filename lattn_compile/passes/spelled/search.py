@@ -55,10 +55,10 @@ def _search(gm: fx.GraphModule, found: Found) -> None:
     for node in gm.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "lattn":
             taken |= {node, *node.users}
-    told = bool(mine.misses)
+    tokens = {n for m in mine.misses for n in m.token}
     for outcome in find_chunk_forms(gm, taken):
-        # What a token is refused for is said of the token: that its products are no chunk form either is no news.
-        if isinstance(outcome, Proposal) or not told:
+        # That the products of a token that was refused are no chunk form either is no news.
+        if isinstance(outcome, Proposal) or outcome.node not in tokens:
             _sort(mine, outcome)
     inside = {n for p in mine.proposals if p.form == "chunk" for n in region_of(p)}
     mine.misses = [m for m in mine.misses if m.node not in inside]

@@ -54,8 +54,7 @@ def test_a_chunk_form_with_a_mistake_is_left_with_a_reason(name: str) -> None:
     """Its first block may be a recurrence of its own; what is rewritten computes what it did."""
     fn, args = NEAR_MISSES[name], random_inputs(1, 32, 2, 8, 8)
     result = lc.rewrite(exported(fn, args), "exact")
-    assert {u.reason.code for u in result.report.unmatched} <= {"CHUNK_NOT_EQUAL", "CHUNK_DECAY_INPUTS"}
-    assert result.report.unmatched
+    assert {u.reason.code for u in result.report.unmatched} == {"CHUNK_NOT_EQUAL"}
     assert mixing(result.module)
     with torch.no_grad():
         assert worst(fn(*args), result.module.module()(*args)) < 1e-5

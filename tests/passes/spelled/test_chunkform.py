@@ -232,7 +232,7 @@ def test_what_is_something_else_is_left_with_a_reason(fn: Callable[..., Any]) ->
             assert fn is _clamped and verify(x).ok
             withdraw(x)
         else:
-            assert x.reason.code in ("CHUNK_NOT_EQUAL", "CHUNK_OPERATOR", "CHUNK_INPUTS", "CHUNK_DECAY_INPUTS")
+            assert x.reason.code in ("CHUNK_NOT_EQUAL", "CHUNK_OPERATOR", "CHUNK_INPUTS")
     assert found and str(gm.graph) == before
 
 
