@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -77,16 +77,13 @@ _CHOICES = {
 _SOFTPLUS_THRESHOLD = 20.0
 
 
-def vet(
-    region: Region, data: Iterable[fx.Node], written: Collection[fx.Node] = (), *, smooth: bool = True
-) -> set[fx.Node]:
+def vet(region: Region, data: Iterable[fx.Node], *, smooth: bool = True) -> set[fx.Node]:
     """Raises Rejected unless random numbers can prove an equality of what the region computes.
 
     That holds for analytic functions: where two agree at random points, they agree everywhere. So no value may choose
     a branch. What does not depend on `data` (masks made of ranges, say) may be computed in any deterministic way.
 
     Args:
-        written: nodes that were inserted by us, which hold a decay above the smallest number before its log is taken.
         smooth: whether clamps and the like may run without their kinks; which do is noted in the region.
 
     Returns the nodes that depend on `data`.
@@ -102,8 +99,6 @@ def vet(
             _vet_loop(node, name, region, tainted)
         elif depends and smooth and can_smooth(node, name):
             region.smooth.add(node)
-        elif name == "clamp_min" and node in written:
-            pass
         elif isinstance(node.target, torch._ops.OpOverload):
             _vet_call(node, name, tainted, depends)
         elif node.target is not operator.getitem and (depends or not is_arithmetic(node)):

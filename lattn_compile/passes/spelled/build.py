@@ -435,9 +435,12 @@ def _log(w: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _log_of_values(w: Writer, x: fx.Node) -> fx.Node:
-    """log of a decay that may be 0, with a finite gradient there: below the smallest number it is held."""
-    smallest = torch.finfo(value(x).dtype).tiny
-    return w.call(aten.log.default, w.call(aten.clamp_min.default, x, smallest))
+    """log of a decay that may be 0, with its gradient there, which multiplies by what was added and divides by it."""
+    return w.call(aten.log.default, w.call(aten.add.Scalar, x, _NEXT_TO_NOTHING))
+
+
+_NEXT_TO_NOTHING = 1e-30
+"""Lost in every decay above 1e-22, and far from the smallest normal float32."""
 
 
 def _argument(w: Writer, node: fx.Node, function: str, dtype: torch.dtype) -> fx.Node:
@@ -520,13 +523,13 @@ _POSITIVE = frozenset(["aten::sqrt", "aten::rsqrt", "aten::log", "aten::log2", "
 
 
 def _near(node: fx.Node) -> list[fx.Node]:
-    """Users of a node's values, views, selects and our own bound below a log aside."""
+    """Users of a node's values, views, selects and what we add below a log aside."""
     out: list[fx.Node] = []
     waiting = list(node.users)
     while waiting and len(out) < 64:
         user = waiting.pop()
         out.append(user)
-        if _passes_on(user) or name_of(user) == "aten::clamp_min":
+        if _passes_on(user) or _NEXT_TO_NOTHING in user.args:
             waiting.extend(user.users)
     return out
 
