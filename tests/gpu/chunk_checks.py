@@ -150,9 +150,10 @@ def _few(tokens: int) -> list[Row]:
     return rows + _held(_call(lengths=(tokens,), gap=0, decay="channel").inputs(torch.bfloat16), "channel ")
 
 
-@_each("one key", (torch.bfloat16, torch.float32))
+@_each("one key", (torch.float16, torch.float32))
 def _one_key(dtype: torch.dtype) -> list[Row]:
-    """One key repeated, where an inverse by doubling is wrong by up to 1e19."""
+    """One key repeated, where an inverse by doubling is wrong by up to 1e19. bf16 inputs are not held here: see
+    `chunk_call.LOW`, and why "auto" takes none."""
     rows = []
     for strength in (0.5, 1.0, 1.9):
         for g in (0.0, -0.01):
@@ -169,7 +170,7 @@ def _hostile(decay: str) -> list[Row]:
     for name, change in _changes():
         call = _call(lengths=(100, 100), decay=decay)
         change(call)
-        rows += _held(call.inputs(torch.bfloat16), f"{name} ")
+        rows += _held(call.inputs(torch.float32 if name == "beta 1.9" else torch.bfloat16), f"{name} ")
     return rows
 
 
