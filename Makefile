@@ -44,6 +44,7 @@ test-full: export LATTN_CONFORMANCE_CASES ?= 20000
 test-full: export LATTN_CORPUS := full
 test-full: export LATTN_PROPERTY_CASES := 2000
 test-full: export LATTN_COMPILE_ALL := 1
+test-full: export LATTN_SCHEDULES := 10000
 test-full: test
 
 # Uses the torch, Triton and fla-core of the environment that PYTHON is: a GPU's torch comes from its own index.

@@ -10,7 +10,6 @@ import functools
 import hashlib
 import logging
 import os
-import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +34,7 @@ from lattn_compile.errors import (
 from lattn_compile.history import last_report, reports
 from lattn_compile.lowering import _torch_frames as frames
 from lattn_compile.lowering import _torch_private as private
+from lattn_compile.lowering._torch_trace import Untraceable, set_grad_enabled, trace_before_autograd
 from lattn_compile.lowering.decompositions import DECOMPOSITIONS, name_kernels
 from lattn_compile.ops.recorded import name_recorded_calls
 from lattn_compile.passes import capture, lengths, normalize
@@ -43,6 +43,7 @@ from lattn_compile.passes.report import report_of
 from lattn_compile.passes.spelled.chunk_tables import VALUE
 from lattn_compile.policy import PRESETS, RECIPE_FILE, Policy, Recipe, resolve_recipe
 from lattn_compile.report import Report
+from lattn_compile.sources import digest
 
 __all__ = ["compile_count", "last_report", "lattn_compile", "parse_options", "reports"]
 
@@ -107,7 +108,7 @@ def _compile(
         note_compile_without_recipe()
     _COMPILES += 1
     report = report_of(context)
-    name_kernels(report, [s.node for s in context.sites])
+    name_kernels(report, [s.node for s in context.sites + context.packed])
     report.compiles = 1
     compiled_so_far = history.current()
     _speak(context, report, recipe, strict, compiled_so_far)
@@ -342,19 +343,8 @@ def _policies_fingerprint(context: PassContext) -> str:
 
 @functools.cache
 def source_hash() -> str:
-    """Hash of every source file of this package: an artifact made by other sources is never reused.
-
-    Where the files cannot be seen (a zip, a torch.package), no other process gets the same.
-    """
-    root = Path(__file__).parent
-    files = sorted(root.rglob("*.py"))
-    if not files:
-        return secrets.token_hex(8)
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(str(file.relative_to(root)).encode())
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+    """Hash of every source file of this package: an artifact made by other sources is never reused."""
+    return digest("**/*.py")
 
 
 def compile_count() -> int:
@@ -431,9 +421,9 @@ def _wire_capture() -> None:
     capture.HOOKS.rule_number = _rule_number
     capture.HOOKS.current_compile = private.current_compile
     capture.HOOKS.module_path = private.module_path
-    normalize.HOOKS.trace = private.trace_before_autograd
-    normalize.HOOKS.untraceable = private.Untraceable
-    normalize.HOOKS.set_grad_enabled = private.set_grad_enabled
+    normalize.HOOKS.trace = trace_before_autograd
+    normalize.HOOKS.untraceable = Untraceable
+    normalize.HOOKS.set_grad_enabled = set_grad_enabled
     source_hash()  # of the files as they are loaded, not as someone may edit them before the first compile
     private.before_every_trace(capture.install)
     capture.install()

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lattn_compile.attach import uncompiled, unwrapped_path
@@ -54,6 +55,7 @@ def calibrate(
     candidates: Iterable[Policy | str | Mapping[str, Any]] | None = None,
     dense_cache: bool | None = None,
     show: Callable[[CalibrationReport], object] | None = print,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Recipe:
     """Measure how far each recurrence's outputs drift under each candidate policy, and choose one for each.
 
@@ -76,6 +78,8 @@ def calibrate(
         dense_cache: whether the model's states travel between calls as dense tensors, as in transformers' caches. That
             allows token writes with nearest rounding and no feedback only. None: where the traced model does so.
         show: is given the `CalibrationReport` when all is done; `print` prints its table, `list.append` keeps it.
+        process_group: of several processes that each hold the whole model and run batches of their own. What they
+            measured is put together, so that each returns the recipe of all batches.
 
     Returns:
         A `Recipe` for `lc.attach` or `options={"policy": ...}`. Sites that did not run stay exact.
@@ -100,6 +104,8 @@ def calibrate(
     model = uncompiled(model)
     recorder = Recorder(policies, horizon, dense_cache, drop_useless=candidates is None)
     recorder.run(model, _iterable(batches))
+    if process_group is not None:
+        recorder.gather(process_group)
     sites = list(recorder.sites.values())
     _check_found(recorder, sites)
 
@@ -173,6 +179,13 @@ def _candidates(given: Iterable[Policy | str | Mapping[str, Any]] | None) -> lis
                 name, got=repr(item), want="a Policy, a preset's name or a dict", remedy="See lc.Policy and lc.PRESETS."
             )
         policy.require_built(name)
+        if policy.prefill is not None:
+            raise PolicyError(
+                name,
+                got=f"prefill={policy.prefill!r}",
+                want="prefill=None: candidates are compared by how they decode, behind an exact prefix",
+                remedy="Give the chosen recipe's policies their prefill afterwards, by dataclasses.replace.",
+            )
         policies[policy] = None
     return [policy for policy in policies if policy != _EXACT]
 

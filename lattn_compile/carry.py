@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lattn_compile.errors import StateError
+from lattn_compile.modes import PREFILL_OPTIONS
 from lattn_compile.ops.segments import Segments, next_cursor
 from lattn_compile.replay_state import ReplayState
 from lattn_compile.ring import Ring
@@ -32,6 +33,15 @@ class Call(NamedTuple):
     feedback: str | None = None
     rotation: str | None = None
     gate: str | None = None
+    prefill_operands: str | None = None
+    prefill_inverse: str | None = None
+    prefill_residual: float | None = None
+    prefill_gradient: str | None = None
+
+    @property
+    def rounds_prefill(self) -> bool:
+        """Whether operands or the inverse of the prefix are others than exact."""
+        return self.prefill_operands is not None or self.prefill_inverse is not None
 
     def op_options(self) -> dict[str, Any]:
         """Arguments of the op, those left out that are off."""
@@ -47,6 +57,7 @@ class Call(NamedTuple):
             "factors": self.factors,
             "anchor": self.anchor,
             "gate": self.gate,
+            **{name: getattr(self, name) for name in PREFILL_OPTIONS},
         }
         return {**options, **{name: x for name, x in optional.items() if x is not None}, **self.rounding_options()}
 

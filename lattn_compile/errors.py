@@ -15,12 +15,14 @@ from dataclasses import dataclass
 __all__ = [
     "REASONS",
     "CaptureError",
+    "DistributedError",
     "DtypeError",
     "FileFormatError",
     "FormatError",
     "LattnError",
     "LattnWarning",
     "PhaseError",
+    "PlacementError",
     "PolicyError",
     "Reason",
     "RecipeError",
@@ -137,6 +139,18 @@ class RewriteError(LattnError):
     """A graph cannot be rewritten as asked (strict mode), or a rewritten graph broke an invariant."""
 
     code = "rewrite"
+
+
+class PlacementError(LattnError):
+    """A distributed tensor is cut where the recurrence cannot be cut, or unlike the others of its call."""
+
+    code = "placement"
+
+
+class DistributedError(LattnError):
+    """The ranks of a process group disagree, or one of them is gone."""
+
+    code = "distributed"
 
 
 class FileFormatError(LattnError):

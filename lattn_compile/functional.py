@@ -121,8 +121,9 @@ def linear_attention(
     ambient_prefix, ambient_sequence = phase.current()
     prefix = as_lengths("prefix_lengths", prefix_lengths) if prefix_lengths is not None else ambient_prefix
     sequence = as_lengths("sequence_lengths", sequence_lengths) if sequence_lengths is not None else ambient_sequence
-    if policy is None and prefix is None:
-        # Nothing is rounded here, but a recipe may put a policy on this op later, and no phase means p = 0.
+    if prefix is None and (policy is None or (call.write == "exact" and call.rounds_prefill)):
+        # No phase means p = 0, where the op alone would take every token for prefix. Without a policy nothing is
+        # rounded here, but a recipe may put one on this op later.
         prefix = torch.zeros((), dtype=torch.int32, device=q.device)
 
     if q.dim() < 2:  # the op says what it wants of other shapes

@@ -16,12 +16,14 @@ for every value that no mode has.
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
-from lattn_compile.errors import PolicyError, nearest
+from lattn_compile.errors import FormatError, PolicyError, nearest
 from lattn_compile.formats import Format, Fp8, from_dict, parse
 from lattn_compile.formats.factors import FACTORS
 from lattn_compile.strict import check_choice, check_int, check_keys, init_names, strict
@@ -29,6 +31,7 @@ from lattn_compile.strict import check_choice, check_int, check_keys, init_names
 __all__ = [
     "INVERSES",
     "MODES",
+    "PREFILL_OPTIONS",
     "SITES",
     "BlockDoubling",
     "Chunk",
@@ -53,6 +56,21 @@ SITES = ("kk", "qk", "w", "u", "ws", "qs", "av", "kv")
 (Q, S), (attention, V'), (K, V')."""
 
 OPERANDS = (None, "int8", "fp8_e4m3", "nvfp4")
+
+DELTA_SITES = ("kk", "w", "u", "ws")
+"""Sites of the inverse and of what is erased: products that the additive rule does not have."""
+
+KEY_SITES = ("kk", "qk", "ws", "qs")
+"""Sites whose products sum over the key channels; the others sum over the tokens of a chunk."""
+
+NVFP4_BLOCK = 16
+PREFILL_TOKENS = 64
+"""Tokens of a chunk of the prefix: with rounded operands its borders are part of the numbers."""
+
+GRADIENTS = ("inverse", "series")
+
+PREFILL_OPTIONS = ("prefill_operands", "prefill_inverse", "prefill_residual", "prefill_gradient")
+"""A `Prefill` in the arguments of an op."""
 
 
 def as_format(where: str, name: str, value: object) -> Format:
@@ -227,29 +245,37 @@ class Inverse:
         check_keys(PolicyError, f'{{"method": "{name}"}}', data, ["method", *init_names(cls)])
         return cls(**{k: v for k, v in data.items() if k != "method"})
 
+    def __str__(self) -> str:
+        """As ops are told: `neumann(7)`."""
+        (name,) = init_names(type(self))
+        return f"{self.method}({getattr(self, name)})"
+
 
 @strict(PolicyError)
 @dataclass(frozen=True)
 class Neumann(Inverse):
-    """The series `Σ_{i ≤ order} (−A)^i`; exact once `order` reaches the chunk's size minus one."""
+    """The series `Σ_{i ≤ order} (−A)^i`; of the 64 tokens of a chunk, order 63 is all of it."""
 
     order: int
     method: ClassVar[str] = "neumann"
 
     def __post_init__(self) -> None:
-        check_int(PolicyError, "Neumann", "order", self.order, low=1)
+        check_int(PolicyError, "Neumann", "order", self.order, low=1, high=PREFILL_TOKENS - 1)
 
 
 @strict(PolicyError)
 @dataclass(frozen=True)
 class NewtonSchulz(Inverse):
-    """`iterations` steps of `T ← T (2I − (I + A) T)`."""
+    """`iterations` steps of `T ← T (2I − (I + A) T)` from `T = I`: the series up to order `2^iterations − 1`, so that
+    6 steps, but for their rounding errors, are the inverse of a chunk."""
 
     iterations: int
     method: ClassVar[str] = "newton_schulz"
 
     def __post_init__(self) -> None:
-        check_int(PolicyError, "NewtonSchulz", "iterations", self.iterations, low=1)
+        check_int(
+            PolicyError, "NewtonSchulz", "iterations", self.iterations, low=1, high=PREFILL_TOKENS.bit_length() - 1
+        )
 
 
 @strict(PolicyError)
@@ -273,16 +299,22 @@ class Prefill:
     """Rounded matrix operands and an approximate inverse in the chunked prefix.
 
     Attributes:
-        operands: site name -> "int8", "fp8_e4m3", "nvfp4" or None (`SITES` lists the sites). Kept as a tuple of
-            (site, format) pairs in the order of `SITES`, so that the value is hashable; sites set to None are dropped.
+        operands: site name -> "int8", "fp8_e4m3", "nvfp4", the format itself (`Fp8()`) or None (`SITES` lists the
+            sites). Kept as a tuple of (site, name) pairs in the order of `SITES`, so that the value is hashable; sites
+            set to None are dropped. Scales are one for each row of the left and each column of the right operand, so a
+            format that says another tile is refused.
         inverse: "exact" (block forward substitution), `Neumann`, `NewtonSchulz` or `BlockDoubling`.
-        max_residual: an approximate inverse whose residual `‖(I + A) T − I‖` exceeds this is reported.
+        max_residual: an approximate inverse whose residual `‖(I + A) T − I‖` (Frobenius, of one chunk and head) exceeds
+            this is reported.
+        gradient: "inverse": that of the exact inverse, taken at the approximate one, `dA = −Tᵀ dT Tᵀ`; "series": the
+            derivative of what was computed, for `Neumann` and `NewtonSchulz`.
     """
 
-    operands: Mapping[str, str | None] | tuple[tuple[str, str], ...] = ()
+    operands: Mapping[str, str | Format | None] | tuple[tuple[str, str], ...] = ()
     _: KW_ONLY
     inverse: str | Inverse = "exact"
     max_residual: float = 1e-3
+    gradient: str = "inverse"
 
     def __post_init__(self) -> None:
         try:
@@ -295,9 +327,8 @@ class Prefill:
                 remedy=f"The sites are {', '.join(SITES)}.",
             ) from None
         check_keys(PolicyError, "Prefill.operands", operands, SITES)
-        for site, fmt in operands.items():
-            check_choice(PolicyError, "Prefill.operands", site, fmt, OPERANDS)
-        pairs = tuple((site, operands[site]) for site in SITES if operands.get(site) is not None)
+        named = {site: _operand(site, fmt) for site, fmt in operands.items()}
+        pairs = tuple((site, named[site]) for site in SITES if named.get(site) is not None)
         object.__setattr__(self, "operands", pairs)
         exact = isinstance(self.inverse, str) and self.inverse == "exact"
         if not exact and not isinstance(self.inverse, Inverse):
@@ -305,7 +336,7 @@ class Prefill:
                 "inverse",
                 got=f"Prefill(inverse={self.inverse!r})",
                 want='"exact", Neumann(order=...), NewtonSchulz(iterations=...) or BlockDoubling(block=...)',
-                remedy="Choose one of these.",
+                remedy=instance_hint(self.inverse, Inverse) or "Choose one of these.",
             )
         residual = self.max_residual
         if type(residual) not in (int, float) or not (residual > 0 and math.isfinite(residual)):
@@ -316,10 +347,85 @@ class Prefill:
                 remedy="The default is 1e-3.",
             )
         object.__setattr__(self, "max_residual", float(residual))
+        check_choice(PolicyError, "Prefill", "gradient", self.gradient, GRADIENTS)
+        if self.gradient == "series" and not isinstance(self.inverse, Neumann | NewtonSchulz):
+            raise PolicyError(
+                "gradient",
+                got=f"'series' with inverse={self.inverse!r}",
+                want="'inverse': what is computed there is the inverse, with its own derivative",
+                remedy="Drop gradient, or choose Neumann(...) or NewtonSchulz(...).",
+            )
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """The rounded sites and their formats' names."""
+        return dict(self.operands)  # type: ignore[arg-type] # __post_init__ left pairs of names
+
+    @property
+    def changes_nothing(self) -> bool:
+        return not self.operands and self.inverse == "exact"
+
+    def check(self, rule: str, key_dim: int) -> None:
+        """Refuse a recurrence that has no such product, or whose keys are too short.
+
+        Args:
+            rule: "delta" or "additive". key_dim: K.
+
+        Raises:
+            PolicyError: a site, or an inverse, that the additive rule does not have.
+            FormatError: nvfp4 over key channels that are not whole blocks.
+        """
+        formats = self.formats
+        if rule == "additive":
+            absent = [f"operands[{site!r}]" for site in DELTA_SITES if site in formats]
+            absent += [] if self.inverse == "exact" else ["inverse"]
+            if absent:
+                raise PolicyError(
+                    "prefill",
+                    got=f"{', '.join(absent)} for the additive rule",
+                    want="sites among " + ", ".join(s for s in SITES if s not in DELTA_SITES) + ", and no inverse",
+                    remedy="An additive recurrence erases nothing and solves no system; give it a rule of its own in "
+                    'the recipe, such as ("*/gla#*", policy).',
+                )
+        short = [site for site in KEY_SITES if formats.get(site) == "nvfp4"]
+        if short and key_dim % NVFP4_BLOCK:
+            raise FormatError(
+                "prefill",
+                got=f"nvfp4 at {', '.join(short)} with K = {key_dim}",
+                want=f"a multiple of {NVFP4_BLOCK} key channels: these products sum over them, in blocks of that size",
+                remedy="Choose int8 or fp8_e4m3 there, which have no blocks.",
+            )
+
+    def op_kwargs(self) -> dict[str, Any]:
+        """Arguments of an op, those left out that have their default; none at all where nothing changes."""
+        if self.changes_nothing:
+            return {}
+        said = {
+            "prefill_operands": ",".join(f"{site}={fmt}" for site, fmt in self.formats.items()),
+            "prefill_inverse": str(self.inverse),
+            "prefill_residual": self.max_residual,
+            "prefill_gradient": self.gradient,
+        }
+        return {name: value for name, value in said.items() if value != _OP_DEFAULTS[name]}
+
+    @staticmethod
+    def from_op(arguments: Mapping[str, Any]) -> Prefill | None:
+        """What an op's arguments say, inverse of `op_kwargs`; None where they say nothing.
+
+        Raises:
+            PolicyError: text that no policy writes.
+        """
+        values = [arguments.get(name, _OP_DEFAULTS[name]) for name in PREFILL_OPTIONS]
+        return None if values == list(_OP_DEFAULTS.values()) else _read(*values)
 
     def to_dict(self) -> dict[str, Any]:
         inverse = self.inverse.to_dict() if isinstance(self.inverse, Inverse) else self.inverse
-        return {"operands": dict(self.operands), "inverse": inverse, "max_residual": self.max_residual}
+        return {
+            "operands": self.formats,
+            "inverse": inverse,
+            "max_residual": self.max_residual,
+            "gradient": self.gradient,
+        }
 
     @classmethod
     def from_dict(cls, data: object) -> Prefill:
@@ -332,3 +438,47 @@ class Prefill:
         if "inverse" in options and options["inverse"] != "exact":
             options["inverse"] = Inverse.from_dict(options["inverse"])
         return cls(**options)
+
+
+_OP_DEFAULTS: dict[str, Any] = dict(zip(PREFILL_OPTIONS, ("", "exact", 1e-3, "inverse"), strict=True))
+
+
+def _operand(site: str, fmt: object) -> str | None:
+    """A site's format by its name."""
+    if isinstance(fmt, Format):
+        if not fmt.is_plain and fmt != type(fmt)():
+            raise PolicyError(
+                site,
+                got=f"Prefill.operands({site}={fmt!r})",
+                want=f"{type(fmt).__name__}(): a row or column of an operand has one scale, whatever a state's tile is",
+                remedy="Leave the tile out.",
+            )
+        fmt = fmt.name
+    fmt = "fp8_e4m3" if fmt == "fp8" else fmt
+    check_choice(PolicyError, "Prefill.operands", site, fmt, OPERANDS)
+    return fmt  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=256)
+def _read(operands: str, inverse: str, residual: float, gradient: str) -> Prefill:
+    pairs = [pair.partition("=") for pair in operands.split(",")] if operands else []
+    if len({site for site, _, _ in pairs}) != len(pairs) or not all(equals for _, equals, _ in pairs):
+        raise PolicyError(
+            "prefill_operands",
+            got=repr(operands),
+            want='sites once each with their formats, such as "kk=int8,qs=fp8_e4m3"',
+            remedy="Policy(prefill=Prefill(...)).op_kwargs() writes it.",
+        )
+    chosen: str | Inverse = inverse
+    if inverse != "exact":
+        said = re.fullmatch(r"(\w+)\((\d{1,9})\)", inverse)
+        cls = INVERSES.get(said[1]) if said else None
+        if said is None or cls is None:
+            raise PolicyError(
+                "prefill_inverse",
+                got=repr(inverse),
+                want='"exact", ' + ", ".join(f'"{name}(n)"' for name in INVERSES),
+                remedy=nearest(said[1] if said else inverse, INVERSES).strip() or "Choose one of these.",
+            )
+        chosen = cls(int(said[2]))  # type: ignore[call-arg]
+    return Prefill({site: fmt for site, _, fmt in pairs}, inverse=chosen, max_residual=residual, gradient=gradient)

@@ -44,7 +44,6 @@ MAX_SEED = 2**63 - 1
 # built for packed states (lattn_compile.packed), not for calls and graphs over dense ones, which this table is about.
 BUILT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "prefill": (None,),
         "storage": ("emulated",),
         "kernel": KERNELS,
     }
@@ -55,6 +54,8 @@ _PACKED_REMEDY = (
     "Packed states are stepped by lc.QuantizedState and lc.StatePool, and held by caches that quantize_cache made; "
     "here the state is dense."
 )
+_PREFILL_WANT = "with kernel 'auto' or 'reference'"
+_PREFILL_REMEDY = "No Triton kernel rounds operands or approximates the inverse: kernel='reference' does both."
 
 
 @strict(PolicyError)
@@ -72,7 +73,8 @@ class Policy:
         feedback: format of the residual stored beside the codes: None, "int4", "int8" or "bf16".
         rotation: None, "hadamard_k" or "hadamard_v": the state is rounded in a rotated basis of that axis.
         gate: None, "bf16" or "fp16": what the log-retention is rounded to before use, prefix included.
-        prefill: None or `Prefill(...)`: rounded operands and an approximate inverse in the prefix.
+        prefill: None or `Prefill(...)`: rounded operands and an approximate inverse in the prefix. Only the reference
+            kernel computes them yet. One that changes nothing is None.
         storage: "emulated" (values rounded, kept in fp32) or "packed" (really stored in few bits).
         kernel: "auto", "triton" or "reference".
 
@@ -110,6 +112,8 @@ class Policy:
                 want="None or Prefill(...)",
                 remedy="Wrap the options in Prefill(...).",
             )
+        if self.prefill is not None and self.prefill.changes_nothing:
+            object.__setattr__(self, "prefill", None)  # one spelling: an op says nothing of it either
         check_int(PolicyError, "Policy", "seed", self.seed, low=0, high=MAX_SEED)
         for name, allowed in (
             ("readout", READOUTS),
@@ -191,12 +195,14 @@ class Policy:
         return parse_format(self.write.anchor) if isinstance(self.write, TwoPrecision) else self.state
 
     def check_shape(self, key_dim: int, value_dim: int) -> None:
-        """Raise unless a `[key_dim, value_dim]` state can be held.
+        """Raise unless a `[key_dim, value_dim]` state can be held, and the prefix's operands rounded.
 
         Raises:
-            FormatError: the format's tile does not fit.
+            FormatError: the format's tile does not fit, or a block of an operand's.
             PolicyError: the rotated axis is not a power of two.
         """
+        if self.prefill is not None:
+            self.prefill.check("delta", key_dim)
         if self.rounded_format is None:
             return
         self.rounded_format.check(key_dim, value_dim)
@@ -230,6 +236,8 @@ class Policy:
             value = getattr(self, name)
             if value not in built:
                 parts.append(f"{name}={value!r}")
+        if self.kernel == "triton" and self.prefill is not None:
+            parts.append(f"prefill={self.prefill!r} with kernel='triton'")
         return parts
 
     def require_built(self, argument: str = "policy") -> None:
@@ -242,13 +250,15 @@ class Policy:
         if not parts:
             return
         names = [p.split("=", 1)[0] for p in parts]
-        there = [f"{n} " + " or ".join(map(repr, BUILT[n])) for n in names]
+        there = [f"{n} " + (" or ".join(map(repr, BUILT[n])) if n in BUILT else _PREFILL_WANT) for n in names]
         raise UnsupportedError(
             argument,
             got=", ".join(parts),
             want="; ".join(there),
             remedy=_PACKED_REMEDY
             if names == ["storage"]
+            else _PREFILL_REMEDY
+            if names == ["prefill"]
             else "This version does not build more, and does nothing else in its place: change the policy.",
         )
 
@@ -277,7 +287,8 @@ class Policy:
             kwargs |= {"window": self.write.window, "factors": self.write.factors}
         elif isinstance(self.write, TwoPrecision):
             kwargs |= {"window": self.write.window, "anchor": self.write.anchor}
-        return kwargs | self.rounding_kwargs() | ({} if self.gate is None else {"gate": self.gate})
+        kwargs |= self.rounding_kwargs() | ({} if self.gate is None else {"gate": self.gate})
+        return kwargs | ({} if self.prefill is None else self.prefill.op_kwargs())
 
     def rounding_kwargs(self) -> dict[str, Any]:
         """What the codec's ops take beside the format, without what has its default."""
@@ -310,9 +321,9 @@ class Policy:
         fmt = parse_format(arguments["state_format"])
         mode = arguments["write"]
         options = {n: arguments[n] for n in ("rounding", "feedback", "rotation", "gate", "seed") if n in arguments}
-        options["kernel"] = arguments["implementation"]
+        options |= {"kernel": arguments["implementation"], "prefill": Prefill.from_op(arguments)}
         if mode == "exact":
-            return cls(write=Exact(), kernel=options["kernel"], gate=options.get("gate"))
+            return cls(write=Exact(), kernel=options["kernel"], gate=options.get("gate"), prefill=options["prefill"])
         options["readout"] = arguments["readout"]
         if options.get("rounding", "nearest") == "nearest":
             options.pop("seed", None)

@@ -71,7 +71,7 @@ def test_a_policy_is_given_in_any_of_its_forms(policy: Any, tmp_path: Path) -> N
         ({"policy": "int8", "mode": "fastest"}, "max-autotune"),
         ({"policy": "int8", "strict": "yes"}, "True or False"),
         ({"policy": lc.Policy(storage="packed")}, "packed"),
-        ({"policy": lc.Policy(prefill=lc.Prefill(inverse=lc.Neumann(4)))}, "prefill"),
+        ({"policy": lc.Policy(prefill=lc.Prefill(inverse=lc.Neumann(4)), kernel="triton")}, "prefill"),
         ({"policy": lc.Policy(kernel="triton")}, "triton"),
     ],
     ids=lambda x: str(x)[:50] if isinstance(x, dict) else "",
@@ -184,9 +184,10 @@ def test_a_changed_policy_or_source_never_hits_a_stale_artifact(tmp_path: Path) 
         assert result["loss"] != first["loss"], other
 
     # The same policy with another source file: the copy differs in a comment only.
-    changed = _child("'int8'", cache, _changed_copy(tmp_path, "kernels/reference/decode.py"))
-    assert changed["misses"] > 0
-    assert changed["loss"] == first["loss"]
+    for source in ("kernels/reference/decode.py", "lowering/step.py"):
+        changed = _child("'int8'", cache, _changed_copy(tmp_path, source))
+        assert changed["misses"] > 0, source
+        assert changed["loss"] == first["loss"]
 
 
 def test_plain_inductor_never_calls_an_op_by_an_older_schema(tmp_path: Path) -> None:

@@ -306,7 +306,7 @@ POLICIES: dict[str, tuple[type[LattnError], Any]] = {
     "tile": (FormatError, {"state": {"format": "int8", "block_v": -1}}),
     "type": (RecipeError, 8),
     "packed": (UnsupportedError, lc.Policy(storage="packed")),
-    "prefill": (UnsupportedError, lc.Policy(prefill=lc.Prefill(inverse=lc.Neumann(4)))),
+    "prefill": (UnsupportedError, lc.Policy(prefill=lc.Prefill(inverse=lc.Neumann(4)), kernel="triton")),
     "triton": (UnsupportedError, lc.Policy(kernel="triton")),
 }
 policies = pytest.mark.parametrize(("error", "policy"), POLICIES.values(), ids=POLICIES)

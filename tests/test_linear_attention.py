@@ -89,9 +89,9 @@ def test_the_states_type_follows_the_policy_alone() -> None:
     assert linear_attention(*tensors[:5], policy=TOKEN)[1] is None
 
 
-@pytest.mark.parametrize("part", [{"storage": "packed"}, {"prefill": Prefill()}])
+@pytest.mark.parametrize("part", [{"storage": "packed"}, {"prefill": Prefill({"kk": "int8"}), "kernel": "triton"}])
 def test_every_unbuilt_part_is_refused_by_name(part: dict[str, Any]) -> None:
-    (name,) = part
+    name, *_ = part
     with pytest.raises(UnsupportedError, match=name):
         run(inputs(), policy=Policy(Int8(8), **part))
 

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lattn_compile.errors import FormatError, LattnError, PolicyError
-from lattn_compile.formats import Fp8, Int8, Nvfp4
+from lattn_compile.formats import Fp8, Fp32, Int8, Nvfp4
 from lattn_compile.modes import (
     MODES,
+    PREFILL_OPTIONS,
     SITES,
     BlockDoubling,
     Chunk,
@@ -42,6 +43,8 @@ EVERY_MODE = [
 EVERY_PREFILL = [
     Prefill(),
     Prefill({"kv": "int8", "kk": "fp8_e4m3", "qk": None}),
+    Prefill({"kv": Int8(), "w": "fp8", "qs": Nvfp4()}),
+    Prefill(inverse=Neumann(63), gradient="series"),
     Prefill(inverse=Neumann(3), max_residual=1),
     Prefill(dict.fromkeys(SITES, "nvfp4"), inverse=NewtonSchulz(iterations=4)),
     Prefill(inverse=BlockDoubling(8)),
@@ -72,6 +75,39 @@ def test_a_mode_survives_json_pickle_and_hashing(mode: WriteMode) -> None:
 def test_prefill_options_survive_json_pickle_and_hashing(prefill: Prefill) -> None:
     assert Prefill.from_dict(json.loads(json.dumps(prefill.to_dict()))) == prefill
     assert len({prefill, pickle.loads(pickle.dumps(prefill))}) == 1
+
+
+@pytest.mark.parametrize("prefill", EVERY_PREFILL, ids=repr)
+def test_prefill_options_survive_an_ops_arguments_as_text_and_numbers(prefill: Prefill) -> None:
+    arguments = prefill.op_kwargs()
+    assert all(isinstance(x, str | float) for x in arguments.values()) and set(arguments) <= set(PREFILL_OPTIONS)
+    assert Prefill.from_op(arguments) == (None if prefill.changes_nothing else prefill)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "argument"),
+    [
+        ({"prefill_operands": "kk"}, "prefill_operands"),
+        ({"prefill_operands": "kk=int8,kk=int8"}, "prefill_operands"),
+        ({"prefill_operands": "kq=int8"}, "kq"),
+        ({"prefill_operands": "kk=int4"}, "kk"),
+        ({"prefill_inverse": "neuman(3)"}, "prefill_inverse"),
+        ({"prefill_inverse": "neumann"}, "prefill_inverse"),
+        ({"prefill_inverse": "neumann(0)"}, "order"),
+        ({"prefill_inverse": "block_doubling(32)"}, "block"),
+        ({"prefill_inverse": "neumann(3)", "prefill_residual": -1.0}, "max_residual"),
+        ({"prefill_inverse": "neumann(3)", "prefill_gradient": "both"}, "gradient"),
+    ],
+)
+def test_text_that_no_policy_writes_is_refused_by_name(arguments: Any, argument: str) -> None:
+    error = error_of(lambda: Prefill.from_op(arguments))
+    assert isinstance(error, PolicyError) and error.argument == argument
+
+
+def test_operands_are_named_by_format_in_the_order_of_the_sites() -> None:
+    assert Prefill({"qs": Fp8(), "kk": Int8(), "w": "fp8", "u": None}).formats == {
+        "kk": "int8", "w": "fp8_e4m3", "qs": "fp8_e4m3",
+    }  # fmt: skip
 
 
 def test_modes_of_different_kinds_are_never_equal() -> None:
@@ -110,14 +146,23 @@ def test_a_chunk_has_at_least_one_token(value: Any) -> None:
         (lambda: Exact(window=1), "window"),  # type: ignore[call-arg]
         (lambda: Neumann(0), "order"),
         (lambda: Neumann(), "order"),  # type: ignore[call-arg]
+        (lambda: Neumann(64), "order"),
         (lambda: NewtonSchulz(-1), "iterations"),
+        (lambda: NewtonSchulz(7), "iterations"),
         (lambda: BlockDoubling(32), "block"),
         (lambda: BlockDoubling(8.0), "block"),  # type: ignore[arg-type]
         (lambda: Prefill({"kq": "int8"}), "kq"),
         (lambda: Prefill({"kk": "int4"}), "kk"),
-        (lambda: Prefill({"kk": Int8()}), "kk"),  # type: ignore[dict-item]
+        (lambda: Prefill({"kk": Int8(32)}), "kk"),
+        (lambda: Prefill({"kk": Int8}), "kk"),  # type: ignore[dict-item]
+        (lambda: Prefill({"kk": Fp32()}), "kk"),
+        (lambda: Prefill({"kk": "bf16"}), "kk"),
         (lambda: Prefill(3), "operands"),  # type: ignore[arg-type]
         (lambda: Prefill(inverse="neumann"), "inverse"),
+        (lambda: Prefill(inverse=BlockDoubling), "inverse"),  # type: ignore[arg-type]
+        (lambda: Prefill(gradient="exact"), "gradient"),
+        (lambda: Prefill(gradient="series"), "gradient"),
+        (lambda: Prefill(inverse=BlockDoubling(), gradient="series"), "gradient"),
         (lambda: Prefill(max_residual=0), "max_residual"),
         (lambda: Prefill(max_residual=float("nan")), "max_residual"),
         (lambda: Prefill(max_residual=True), "max_residual"),

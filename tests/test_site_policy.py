@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import lattn_compile.ops  # noqa: F401  (registers the ops)
 from lattn_compile.errors import FormatError, LattnError, PolicyError, UnsupportedError
 from lattn_compile.formats import REGISTRY, Bf16, Format, Fp8, Fp16, Fp32, Int8, Nvfp4
-from lattn_compile.modes import Chunk, Exact, Neumann, Prefill, Replay, Token, TwoPrecision, WriteMode
+from lattn_compile.modes import BlockDoubling, Chunk, Exact, Neumann, Prefill, Replay, Token, TwoPrecision, WriteMode
 from lattn_compile.site_policy import FEEDBACKS, GATES, KERNELS, READOUTS, ROTATIONS, ROUNDINGS, STORAGES, Policy
 
 tiles = st.none() | st.integers(1, 256)
@@ -33,7 +33,10 @@ modes = st.one_of(
     st.builds(TwoPrecision, st.integers(1, 64), read=formats, anchor=st.sampled_from(["fp32", "bf16"])),
 )
 prefills = st.none() | st.builds(
-    Prefill, st.dictionaries(st.sampled_from(["kk", "av"]), st.sampled_from([None, "int8", "nvfp4"]))
+    Prefill,
+    st.dictionaries(st.sampled_from(["kk", "av"]), st.sampled_from([None, "int8", "nvfp4"])),
+    inverse=st.sampled_from(["exact", Neumann(7), BlockDoubling(8)]),
+    max_residual=st.floats(1e-6, 1e6),
 )
 
 
@@ -109,7 +112,8 @@ def test_a_policy_is_either_built_or_refused_when_used(policy: Policy) -> None:
         exact = isinstance(policy.write, Exact)
         kept = {n: getattr(policy, n) for n in ("kernel", "gate")} if exact else dataclasses.asdict(policy)
         again = Policy.from_op(whole)
-        for name in set(kept) - {"state", "seed", "write"}:
+        assert again.prefill == policy.prefill
+        for name in set(kept) - {"state", "seed", "write", "prefill"}:
             assert getattr(again, name) == getattr(policy, name)
         assert again.write == policy.write and again.rounded_format == policy.rounded_format
         assert policy.rounding == "nearest" or again.seed == policy.seed
@@ -121,25 +125,32 @@ def test_this_version_builds_what_it_says() -> None:
         if not (isinstance(write, TwoPrecision) and readout == "after_write"):
             Policy(cls(), write=write, readout=readout, kernel=kernel).require_built()
     unbuilt: list[dict[str, Any]] = [
-        {"prefill": Prefill()},
+        {"prefill": Prefill({"kk": "int8"}), "kernel": "triton"},
         {"storage": "packed"},
     ]
     for options in unbuilt:
         policy = Policy(Int8(), **options)
-        (name,) = options
+        name, *_ = options
         assert [p.split("=")[0] for p in policy.unbuilt()] == [name]
         with pytest.raises(UnsupportedError):
             policy.require_built()
 
 
 def test_what_is_missing_is_named_with_what_is_there() -> None:
-    policy = Policy(Int8(), storage="packed", prefill=Prefill())
+    policy = Policy(Int8(), storage="packed", prefill=Prefill({"kk": "int8"}), kernel="triton")
     assert_expected_inline(
         str(error_of(policy.require_built)),
         """\
-[unsupported] policy: got prefill=Prefill(operands=(), inverse='exact', max_residual=0.001), storage='packed'; want \
-prefill None; storage 'emulated'. This version does not build more, and does nothing else in its place: change the \
-policy.""",
+[unsupported] policy: got storage='packed', prefill=Prefill(operands=(('kk', 'int8'),), inverse='exact', \
+max_residual=0.001, gradient='inverse') with kernel='triton'; want storage 'emulated'; prefill with kernel 'auto' or \
+'reference'. This version does not build more, and does nothing else in its place: change the policy.""",
+    )
+    assert_expected_inline(
+        str(error_of(dataclasses.replace(policy, storage="emulated").require_built)),
+        """\
+[unsupported] policy: got prefill=Prefill(operands=(('kk', 'int8'),), inverse='exact', max_residual=0.001, \
+gradient='inverse') with kernel='triton'; want prefill with kernel 'auto' or 'reference'. No Triton kernel rounds \
+operands or approximates the inverse: kernel='reference' does both.""",
     )
 
 
@@ -292,6 +303,9 @@ def test_a_shape_is_checked_with_the_rotation_of_its_axis() -> None:
     Policy(Int8(), rotation="hadamard_k").check_shape(64, 100)
     Policy(Int8(), rotation="hadamard_v").check_shape(100, 1)
     Policy(write=Exact()).check_shape(100, 60)
+    Policy(prefill=Prefill({"kk": "int8", "av": "nvfp4"})).check_shape(60, 60)
+    error = error_of(lambda: Policy(prefill=Prefill({"ws": "nvfp4"})).check_shape(60, 64))
+    assert isinstance(error, FormatError) and error.argument == "prefill" and "K = 60" in error.got
     error = error_of(lambda: Policy(Int8(), rotation="hadamard_k").check_shape(60, 64))
     assert_expected_inline(
         str(error),

@@ -95,6 +95,21 @@ class Errors:
             self.longest = max(self.longest, group.tokens)
             self._decode(group, policies)
 
+    def merge(self, other: Errors) -> None:
+        """Add what was found for the same site on other batches."""
+        if not other.sequences:
+            return
+        self.sequences += other.sequences
+        self.shortest = min(self.shortest, other.shortest) if self.shortest else other.shortest
+        self.longest = max(self.longest, other.longest)
+        assert other._energy is not None
+        self._energy = other._energy if self._energy is None else self._energy + other._energy
+        self._lost |= other._lost
+        for policy, theirs in other._sums.items():
+            mine = self._sums.setdefault(policy, _Sums(torch.zeros_like(theirs.deviation)))
+            mine.deviation += theirs.deviation
+            mine.bins += theirs.bins
+
     def _decode(self, group: _Group, policies: Sequence[Policy]) -> None:
         exact = list(group.outputs(self.horizon, None))
         if not all(bool(o.isfinite().all()) for o in exact):

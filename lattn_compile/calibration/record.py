@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from lattn_compile import backend, phase
@@ -98,6 +99,25 @@ class RecordedSite:
                     self.excluded.setdefault(policy, reason("NO_GAIN"))
             self.errors.add(call, [policy for policy in candidates if policy not in self.excluded])
 
+    def merge(self, other: RecordedSite) -> None:
+        """Add what another process recorded at the same site.
+
+        Raises:
+            LattnError: it has other sizes there, or a policy of its own.
+        """
+        known = (self.kind, self.own, self.sizes or other.sizes)
+        if known != (other.kind, other.own, other.sizes or self.sizes):
+            raise LattnError(
+                "process_group",
+                got=f"{self.id} as {known} on one rank and {(other.kind, other.own, other.sizes)} on another",
+                want="the same model on every rank",
+                remedy="Build and load the model in the same way everywhere.",
+            )
+        self.sizes, self.has_beta = self.sizes or other.sizes, self.has_beta or other.has_beta
+        for policy, why in other.excluded.items():
+            self.excluded.setdefault(policy, why)
+        self.errors.merge(other.errors)
+
 
 class Recorder:
     """Runs a model on batches and measures its sites.
@@ -137,6 +157,22 @@ class Recorder:
                     self.batches += 1
         finally:
             dynamo.forget({*self._codes, entry.__code__})
+
+    def gather(self, group: dist.ProcessGroup) -> None:
+        """Put together what the ranks of `group` recorded, on every one of them, in the order of ranks."""
+        mine = (self.sites, self.unmatched, self.batches, self.frames.breaks, self.frames.skipped)
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, mine, group=group)
+        self.sites, self.unmatched, self.batches, self.frames = {}, {}, 0, dynamo.Frames()
+        for sites, unmatched, batches, breaks, skipped in found:
+            for name, site in sites.items():
+                if name in self.sites:
+                    self.sites[name].merge(site)
+                else:
+                    self.sites[name] = site
+            self.unmatched |= unmatched
+            self.batches += batches
+            self.frames.breaks, self.frames.skipped = self.frames.breaks + breaks, self.frames.skipped + skipped
 
     def _backend(self) -> Callable[..., Any]:
         def measure(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

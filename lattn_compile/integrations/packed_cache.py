@@ -1,9 +1,10 @@
-"""transformers' caches with packed recurrent states: `quantize_cache`.
+"""transformers' caches with packed recurrent states: `quantize_cache` for a model, `packed_cache` for one cache.
 
 A cache of transformers (`DynamicCache`, `StaticCache`) is a list of layers, and a layer of linear attention holds its
 recurrent state as one tensor that the model's code fetches, passes to a library function, and puts back. Here it is a
-`QuantizedState` instead. The library functions take one (`passes.capture`), in eager code and under every compiler. A
-hook on each layer of the model swaps the cache's layer before the layer runs, so it does not matter who made the cache.
+`QuantizedState` instead. The library functions take one (`passes.capture`), under every compiler, and in eager code
+while a quantized model or a packed cache is there. A hook on each layer of the model swaps the cache's layer before the
+layer runs, so it does not matter who made the cache.
 
 What a prefill leaves is staged exact. The first decode step hands it over and releases it. A later call of several
 tokens is a prefill again, from what a reader sees, unless the cache is recording its past: then it verifies drafts.
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer, StaticCache
 
 from lattn_compile.attach import attached_recipe
 from lattn_compile.carry import Call
@@ -30,20 +31,24 @@ from lattn_compile.passes import capture
 from lattn_compile.policy import Policy, Recipe, resolve_recipe
 from lattn_compile.recurrence import KINDS
 
-__all__ = ["PackedLayer", "cache_bytes", "quantize_cache", "unquantize_cache"]
+__all__ = ["PackedCaches", "PackedLayer", "cache_bytes", "packed_cache", "quantize_cache", "unquantize_cache"]
 
 _SITE = "_lattn_packed_site"
-_HOOK = "_lattn_packed_hook"
+_CACHES = "_lattn_packed_caches"  # of a model: the `PackedCaches` in force
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """What the cache of one layer of the model is to do."""
+    """What the cache of one layer of the model is to do.
+
+    `serving` is kept as long as a cache layer, or a copy of one, can be passed to a model.
+    """
 
     id: str
     policy: Policy
     call: Call
     number: int
+    serving: capture.Serving
 
 
 class PackedLayer(LinearAttentionLayer):
@@ -119,22 +124,132 @@ class PackedLayer(LinearAttentionLayer):
                     states[i] = fn(x)
 
 
-def quantize_cache(model: nn.Module, recipe: Recipe | Policy | Mapping[str, Any] | str | None = None) -> nn.Module:
+class PackedCaches:
+    """What `quantize_cache` did to a model, until `remove()`; as a context, until its end.
+
+    Attributes:
+        model: the model. sites: path of each quantized layer's recurrence -> its policy.
+    """
+
+    def __init__(self, model: nn.Module, sites: list[tuple[nn.Module, Site | None]]) -> None:
+        self.model = model
+        self.sites = {site.id: site.policy for _, site in sites if site is not None}
+        self._hooks = []
+        for module, site in sites:
+            if site is not None:
+                object.__setattr__(module, _SITE, site)
+                self._hooks.append((module, module.register_forward_pre_hook(_before, with_kwargs=True)))
+        if all(site is not None for _, site in sites):
+            assisted.allow(model)
+        object.__setattr__(model, _CACHES, self)
+        # Dynamo guards no hook that was added since: code compiled before would go on without it.
+        torch.compiler.reset()
+
+    def remove(self) -> None:
+        """Caches that are made from now on hold tensors again; a packed cache that is there already goes on as it is.
+
+        Removing twice, or what a later `quantize_cache` replaced, does nothing.
+        """
+        if self.model.__dict__.get(_CACHES) is not self:
+            return
+        self.model.__dict__.pop(_CACHES)
+        assisted.forbid(self.model)
+        for module, hook in self._hooks:
+            hook.remove()
+            module.__dict__.pop(_SITE)
+        self._hooks = []
+        torch.compiler.reset()
+
+    def __enter__(self) -> PackedCaches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        state = f"{len(self.sites)} layers" if self._hooks else "removed"
+        return f"PackedCaches({type(self.model).__name__}, {state})"
+
+
+def quantize_cache(model: nn.Module, recipe: Recipe | Policy | Mapping[str, Any] | str | None = None) -> PackedCaches:
     """From now on, every cache that `model` is called with stores its recurrent states as the recipe says.
 
-    In place; returns `model`. `generate()`, Dynamic and Static caches, beams, and a cache that the caller made work as
-    before, in eager code and under `torch.compile`. Calls without a cache (training) are not touched. Call it again to
-    change the recipe, with "exact" to store fp32; `unquantize_cache` takes the hooks off.
+        caches = quantize_cache(model, "int8")           # until caches.remove()
+        with quantize_cache(model, "int8"):              # or for a while
+            model.generate(...)
+
+    `generate()`, Dynamic and Static caches, beams, and a cache that the caller made work as before, in eager code and
+    under `torch.compile`. Calls without a cache (training) are not touched. Call it again to change the recipe, with
+    "exact" to store fp32.
 
     Args:
         model: a model of transformers with layers of linear attention.
         recipe: what `options={"policy": ...}` takes; default: the attached one. Its policies' `storage` says nothing
             here: a recipe that was trained emulated is served packed, with the same numbers. A layer for which it has
             no policy keeps its tensor.
+
     Raises:
         LattnError: no recipe, or no layer of linear attention. RecipeError, PolicyError: not a valid recipe, or one
         with a `Chunk` policy. UnsupportedError: a part that is not built for packed states.
     """
+    model, sites = _uncompiled(model), _sites(model, recipe)
+    unquantize_cache(model)
+    return PackedCaches(model, sites)
+
+
+def unquantize_cache(model: nn.Module) -> nn.Module:
+    """Undoes `quantize_cache`, whoever holds what that returned. Returns `model`."""
+    caches = _uncompiled(model).__dict__.get(_CACHES)
+    if caches is not None:
+        caches.remove()
+    return model
+
+
+def packed_cache(
+    model: nn.Module,
+    recipe: Recipe | Policy | Mapping[str, Any] | str | None = None,
+    *,
+    max_cache_len: int | None = None,
+) -> Cache:
+    """One packed cache, for one call: `model.generate(ids, past_key_values=packed_cache(model, "int8"))`.
+
+    The argument is called `cache` in newer versions of transformers. Nothing is done to the model, so its other calls
+    are as they were. Drafts (prompt lookup, an assistant model) need `quantize_cache`.
+
+    Args:
+        model, recipe: as of `quantize_cache`. max_cache_len: tokens of a static cache; None: a dynamic one.
+
+    Raises:
+        LattnError: as `quantize_cache`, or a model without a config.
+    """
+    sites = _sites(model, recipe)
+    config = getattr(_uncompiled(model), "config", None)
+    if config is None:
+        raise LattnError(
+            "model",
+            got=f"{type(model).__name__} without a config",
+            want="a model of transformers",
+            remedy="Pass the whole model, not one of its layers.",
+        )
+    config = config.get_text_config(decoder=True)
+    cache: Cache = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
+    for module, site in sites:
+        if site is not None:
+            index: Any = module.layer_idx
+            cache.layers[index] = _packed(cache.layers[index], site)
+    return cache
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile(model)` wraps, whose paths recipes speak of and whose `generate` runs."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
+
+
+def _sites(
+    model: nn.Module, recipe: Recipe | Policy | Mapping[str, Any] | str | None
+) -> list[tuple[nn.Module, Site | None]]:
+    """Every layer of linear attention of the model and what its cache is to do; None: to hold a tensor."""
     given = attached_recipe(model) if recipe is None else resolve_recipe(recipe, "recipe")
     if given is None:
         raise LattnError(
@@ -143,9 +258,7 @@ def quantize_cache(model: nn.Module, recipe: Recipe | Policy | Mapping[str, Any]
             want="a Recipe",
             remedy="Pass recipe, or lc.attach.",
         )
-    capture.install()
-    given_model, model = model, _uncompiled(model)
-    found = list(_linear_layers(model))
+    found = list(_linear_layers(_uncompiled(model)))
     if not found:
         raise LattnError(
             "model",
@@ -158,36 +271,7 @@ def quantize_cache(model: nn.Module, recipe: Recipe | Policy | Mapping[str, Any]
         name = f"{path}/{kind}#0"
         policy = given.resolve(name)[1]
         sites.append((module, None if policy is None else _site(name, policy, number)))
-    unquantize_cache(model)
-    for module, site in sites:
-        if site is not None:
-            object.__setattr__(module, _SITE, site)
-            handle = module.register_forward_pre_hook(_before, with_kwargs=True)
-            object.__setattr__(module, _HOOK, handle)
-    if all(site is not None for _, site in sites):
-        assisted.allow(model)
-    capture.serve_eagerly()
-    # Dynamo guards no hook that was added since: code compiled before would go on without it.
-    torch.compiler.reset()
-    return given_model
-
-
-def unquantize_cache(model: nn.Module) -> nn.Module:
-    """Undoes `quantize_cache`: caches made from now on hold tensors again. Returns `model`."""
-    handles = [(m, m.__dict__.pop(_HOOK)) for m in model.modules() if _HOOK in m.__dict__]
-    assisted.forbid(_uncompiled(model))
-    for module, handle in handles:
-        handle.remove()
-        module.__dict__.pop(_SITE)
-    if handles:
-        torch.compiler.reset()
-    return model
-
-
-def _uncompiled(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile(model)` wraps, whose paths recipes speak of and whose `generate` runs."""
-    inner = model._modules.get("_orig_mod")
-    return model if inner is None else inner
+    return sites
 
 
 def _site(name: str, policy: Policy, number: int) -> Site:
@@ -198,7 +282,7 @@ def _site(name: str, policy: Policy, number: int) -> Site:
             want="gate=None: a prefill in eager code is the library's own, and rounds no gate",
             remedy="Drop gate; this version does nothing in its place.",
         )
-    return Site(name, policy, call_of(policy), number)
+    return Site(name, policy, call_of(policy), number, capture.serve_eagerly())
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -25,12 +25,19 @@ from lattn_compile import phase
 from lattn_compile.attach import attached_recipe
 from lattn_compile.errors import LattnError, LattnWarning, PhaseError, SequenceError, UnsupportedError
 from lattn_compile.integrations.distill import all_prefix, suffix_kl, swapped
-from lattn_compile.integrations.packed_cache import cache_bytes, quantize_cache, unquantize_cache
+from lattn_compile.integrations.packed_cache import cache_bytes, packed_cache, quantize_cache, unquantize_cache
 from lattn_compile.integrations.state_error import state_errors
 from lattn_compile.phase import Lengths, training_phase
 from lattn_compile.policy import Recipe, resolve_recipe
 
-__all__ = ["LattnCallback", "LattnTrainerMixin", "cache_bytes", "quantize_cache", "unquantize_cache"]
+__all__ = [
+    "LattnCallback",
+    "LattnTrainerMixin",
+    "cache_bytes",
+    "packed_cache",
+    "quantize_cache",
+    "unquantize_cache",
+]
 
 PREFIX, IDS = "prefix_lengths", "sequence_ids"  # columns of a data set that LattnTrainerMixin takes out of a batch
 _WRAPPED = "_lattn_wrapped"

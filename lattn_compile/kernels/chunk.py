@@ -23,26 +23,21 @@ a product: tiles of 32 rows, or two warps. Tests hold the compiled code to that:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from lattn_compile.formats import TiledFormat
 from lattn_compile.formats.quantizer import Identity, Quantizer
 from lattn_compile.kernels.chunk_call import Call, write
-from lattn_compile.kernels.chunk_forward import advance
+from lattn_compile.kernels.common.host import on, refused, refused_rounding
 
 __all__ = ["WRITES", "backward", "forward", "supports"]
 
 WRITES: frozenset[str] = frozenset()
 """Formats whose rounding at grid lines was held to float64 on a GPU; others are refused."""
 
-_MAX_DIM = 256
 _MAX_STATE = 128 * 128
 """Places of the state in one program of `advance`: with more of them it spills."""
 
@@ -55,33 +50,18 @@ def supports(
     Args:
         dtype: of the arithmetic.
     """
-    if device.type != "cuda" and not _interpreted():
-        return f"Triton kernels run on GPUs, not on {device.type}"
-    if dtype is not torch.float32:
-        return f"Triton kernels compute in float32, not in {str(dtype).removeprefix('torch.')}"
-    for name, size in (("K", key_dim), ("V", value_dim)):
-        if size > _MAX_DIM:
-            return f"{name} = {size} exceeds {_MAX_DIM}"
+    if (why := refused(device, dtype, key_dim, value_dim)) is not None:
+        return why
     if quantize is None:
         return None
-    if not quantize.idempotent:
-        return f"the Triton chunk kernel rounds to nearest, without feedback or rotation, not {quantize}"
-    fmt = quantize.fmt
-    if fmt.name not in WRITES:
-        return f"unproven on a GPU: rounding of the state to {fmt.name} in the Triton chunk kernel"
-    if isinstance(fmt, TiledFormat):
-        for name, block, size in (("block_k", fmt.block_k, key_dim), ("block_v", fmt.block_v, value_dim)):
-            if block is not None and block < size and block & (block - 1):
-                return f"{name} = {block} is not a power of two"
+    if (why := refused_rounding("chunk", quantize, key_dim, value_dim)) is not None:
+        return why
+    if quantize.fmt.name not in WRITES:
+        return f"unproven on a GPU: rounding of the state to {quantize.fmt.name} in the Triton chunk kernel"
     keys = max(16, triton.next_power_of_2(key_dim))
     if keys * max(32, write(quantize, key_dim, value_dim, keys)["BLOCK_V"]) > _MAX_STATE:
         return f"a tile of {quantize} with K = {key_dim}, V = {value_dim} does not fit into one program"
     return None
-
-
-def _interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter, on the CPU."""
-    return not isinstance(advance, triton.JITFunction)
 
 
 @torch.no_grad()
@@ -108,7 +88,7 @@ def forward(
     """As `kernels.reference.chunk.forward`, where `supports` has no objection."""
     if state.numel() == 0 or q.shape[0] == 0:
         return state.clone(memory_format=torch.contiguous_format)
-    with _on(q.device):
+    with on(q.device):
         call = Call(
             q, k, v, g, beta, starts, lengths, offsets, rule=rule, scale=scale, qk_l2norm=qk_l2norm,
             chunk_size=chunk_size, quantize=quantize, readout=readout,
@@ -153,7 +133,7 @@ def backward(
     # A name that nobody asks for is written all the same.
     out = {n: grads.get(n, torch.empty_like(x)) for n, x in given.items() if x is not None}
     grad_o = v.new_zeros(v.shape) if grad_o is None else grad_o
-    with _on(q.device):
+    with on(q.device):
         call = Call(
             q, k, v, g, beta, starts, lengths, offsets, rule=rule, scale=scale, qk_l2norm=qk_l2norm,
             chunk_size=chunk_size, quantize=quantize, readout=readout, backward=True,
@@ -172,8 +152,3 @@ def backward(
             span = dataclasses.replace(span, operands=kept[:0])  # a quarter of the memory
             call.gradients(span, grad_o, (kept, behind), passed, out)
     return dstate
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lattn_compile.kernels.common.launch import is_recorded, launched
+
 __all__ = ["MAX_BLOCK", "Cut", "Schedule", "cut", "extent", "schedule"]
 
 MAX_BLOCK = 64
@@ -155,9 +157,12 @@ def schedule(lengths: Tensor, offsets: Tensor, plan: Cut, bound: int, skip: int,
     """
     count = lengths.shape[0]
     blocks = min(bound, span * count)
-    memory = torch.empty(2 * blocks + 2 * count, dtype=torch.int32, device=lengths.device)
-    parts = memory.split([blocks, blocks, count, count])
-    _place[(triton.cdiv(blocks, _PLACES),)](
+    sizes = [blocks, blocks, count, count]
+    if is_recorded():  # a graph's tensors are views only where they must be
+        parts = tuple(torch.empty(size, dtype=torch.int32, device=lengths.device) for size in sizes)
+    else:
+        parts = torch.empty(sum(sizes), dtype=torch.int32, device=lengths.device).split(sizes)
+    launched(_place)[(triton.cdiv(blocks, _PLACES),)](
         lengths, offsets, *parts, count, blocks, skip, span,
         **plan.constants(), SEQUENCES=_SEQUENCES, PLACES=_PLACES, num_warps=4,
     )  # fmt: skip

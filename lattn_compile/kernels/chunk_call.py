@@ -23,13 +23,14 @@ from lattn_compile.kernels.chunk_gradients import deliver, grad_keys, grad_level
 from lattn_compile.kernels.chunk_operands import key_operands, value_operands
 from lattn_compile.kernels.chunk_pairs import pairs_across, pairs_channel, pairs_head
 from lattn_compile.kernels.chunk_solve import solve
+from lattn_compile.kernels.common.launch import launched
 
 __all__ = ["Call", "Span", "shared_memory", "write"]
 
 LOW = (torch.bfloat16,)
-"""Inputs of which operands keep 16 bits instead of 24. One repeated key with beta = 1.9 makes 4e-5 of what is lost, in a
-float32 state where the reference is right to 5e-7: more than semantics §8 allows, so "auto" takes no such kernel. fp16 is
-finer than that."""
+"""Inputs of which operands keep 16 bits instead of 24. One repeated key with beta = 1.9 makes 4e-5 of what is lost, in
+a float32 state where the reference is right to 5e-7: more than semantics §8 allows, so "auto" takes no such kernel.
+fp16 is finer than that."""
 
 _ROWS = 32
 """Of a product: 64 would be one of Hopper's asynchronous ones, see `chunk.py`."""
@@ -160,37 +161,37 @@ class Call:
             of_g = self.g.stride()
             # Small tiles of one warp each: a level costs what its rows squared cost, a tile below the diagonal less.
             tile = min(_CORNER, size)
-            pairs_channel[(blocks * heads * (size // tile),)](
+            launched(pairs_channel)[(blocks * heads * (size // tile),)](
                 self.q, self.k, self.g, self.beta, *where, norms, strengths, reads, overlaps, self.scale, skip, *qk,
                 *of_g, *_strides(self.beta, 2), self.key_heads, heads, BS=self.slice, TILE=tile,
                 **self.key, **self.kind, **self.norm, **self.strength, num_warps=1, num_stages=1,
             )  # fmt: skip
             while tile < size:
-                pairs_across[(blocks * heads * (size // (2 * tile)),)](
+                launched(pairs_across)[(blocks * heads * (size // (2 * tile)),)](
                     self.q, self.k, self.g, *where, norms, reads, overlaps, skip, *qk, *of_g, self.key_heads, heads,
                     BS=self.slice, HALF=tile, **self.key, **self.kind, num_warps=tile // 16, num_stages=1,
                 )  # fmt: skip
                 tile *= 2
         else:
-            pairs_head[(blocks * self.key_heads * self.tiles,)](
+            launched(pairs_head)[(blocks * self.key_heads * self.tiles,)](
                 self.q, self.k, self.g, self.beta, *where, norms, strengths, reads, overlaps, self.scale, skip, *qk,
                 *_strides(self.g, 2), *_strides(self.beta, 2), self.key_heads, heads, BS=self.slice, TILE=self.tile,
                 DECAY=self.decay, **self.key, **self.kind, **self.norm, **self.strength, num_warps=4, num_stages=1,
             )  # fmt: skip
         if self.delta:
-            solve[(blocks * heads,)](
+            launched(solve)[(blocks * heads,)](
                 placed.owner, strengths, overlaps, solved, heads, BT=size, num_warps=2, num_stages=1
             )  # fmt: skip
         operands = self.new(blocks, heads, 3, 2 if self.low else 3, size, self.keys, dtype=PART)
         whole = self.new(blocks, heads, self.keys)
         updates = self.new(blocks, heads, size, self.width)
         outputs = self.new(*updates.shape) if read else None
-        key_operands[(blocks * heads * (self.keys // self.slice),)](
+        launched(key_operands)[(blocks * heads * (self.keys // self.slice),)](
             self.q, self.k, self.g, self.beta, *where, norms, reads, solved, operands, whole, skip, *qk,
             *_strides(self.g, 3), *_strides(self.beta, 2), self.key_heads, heads, BS=self.slice, DECAY=self.decay,
             **self.key, **self.kind, **self.strength, num_warps=2, num_stages=1,
         )  # fmt: skip
-        value_operands[(blocks * heads * (self.width // self.value_slice),)](
+        launched(value_operands)[(blocks * heads * (self.width // self.value_slice),)](
             self.v, self.beta, *where, reads, solved, updates, outputs, skip, *self.v.stride(),
             *_strides(self.beta, 2), heads, BS=self.value_slice, READ=read, **self.value, **self.kind,
             **self.strength, num_warps=2, num_stages=1,
@@ -202,7 +203,7 @@ class Call:
     ) -> None:
         """Takes the states `source` through a span to `final`, maybe itself."""
         placed = span.schedule
-        advance[(self.width // (self.pieces * self.columns) * self.value_heads * self.sequences,)](
+        launched(advance)[(self.width // (self.pieces * self.columns) * self.value_heads * self.sequences,)](
             self.q, span.operands, span.updates, span.outputs, span.whole, source, self.starts, self.lengths,
             self.offsets, placed.first, placed.count, o, final, states, self.scale, span.skip, *self.q.stride(),
             *_strides(o, 3), self.key_heads, self.value_heads, BV=self.columns, PIECES=self.pieces, AFTER=self.after,
@@ -229,14 +230,14 @@ class Call:
         placed, heads, skip = span.schedule, self.value_heads, span.skip
         where = (self.starts, self.lengths, self.offsets, placed.owner, placed.index)
         cotangents = self.new(*kept.shape)
-        retreat[(self.width // self.columns * heads * self.sequences,)](
+        launched(retreat)[(self.width // self.columns * heads * self.sequences,)](
             self.q, grad_o, span.operands, span.whole, dstate, self.starts, self.lengths, self.offsets, placed.first,
             placed.count, dstate, cotangents, self.scale, skip, *self.q.stride(), *grad_o.stride(), self.key_heads,
             heads, BV=self.columns, AFTER=self.after, **self.key, **self.value, **self.kind, **self.norm,
             **self._sequential(),
         )  # fmt: skip
         drhs = self.new(*span.updates.shape)
-        grad_updates[(placed.blocks * heads * (self.width // self.value_slice),)](
+        launched(grad_updates)[(placed.blocks * heads * (self.width // self.value_slice),)](
             grad_o, self.beta, *where, span.reads, span.solved, span.operands, cotangents, dv, drhs, skip,
             *grad_o.stride(), *_strides(self.beta, 2), *dv.stride(), heads, BS=self.value_slice, AFTER=self.after,
             **self.key, **self.value, **self.kind, **self.strength, num_warps=2, num_stages=1,
@@ -266,7 +267,7 @@ class Call:
         dreads = self.new(*span.reads.shape)
         doverlaps = self.new(*span.reads.shape) if self.delta else None
         strengths, gates = (self.new(blocks, heads, 2, size) for _ in range(2))
-        grad_pairs[(blocks * heads * self.tiles,)](
+        launched(grad_pairs)[(blocks * heads * self.tiles,)](
             grad_o, self.v, self.g, self.beta, *where, span.reads, span.overlaps, span.updates, drhs, dreads,
             doverlaps, strengths, gates, skip, *grad_o.stride(), *self.v.stride(), *of_g[:2], *of_beta, heads,
             BS=self.value_slice, TILE=self.tile, DECAY=self.decay, **after, **self.value, **self.kind,
@@ -276,7 +277,7 @@ class Call:
         dgates = self.new(blocks, heads, size, self.keys) if self.decay == 2 else None
         slices = self.keys // self.slice
         rows = self.new(blocks, heads, slices, 4, size)
-        grad_keys[(blocks * heads * slices,)](
+        launched(grad_keys)[(blocks * heads * slices,)](
             self.q, self.k, self.g, self.beta, grad_o, *where, span.norms, kept, cotangents, span.updates, drhs,
             dreads, doverlaps, span.whole, dkeys, dgates, rows, skip, *qk, *of_g, *of_beta, *grad_o.stride(),
             self.key_heads, heads, BS=self.slice, VS=16, DECAY=self.decay, **after, **self.key,
@@ -284,18 +285,18 @@ class Call:
         )  # fmt: skip
         dg, dbeta = grads.get("dg"), grads.get("dbeta")
         if self.decay == 2 and self.g is not None and dg is not None:
-            grad_levels[(blocks * heads * (self.keys // 16),)](
+            launched(grad_levels)[(blocks * heads * (self.keys // 16),)](
                 self.q, self.k, self.g, *where, span.norms, dreads, doverlaps, dkeys, dgates, dg, skip, *qk, *of_g,
                 *dg.stride(), self.key_heads, heads, BS=16, TILE=self.tile, **self.key, **self.kind,
                 num_warps=4, num_stages=1,
             )  # fmt: skip
         if self.after:
-            grad_lines[(blocks * heads,)](
+            launched(grad_lines)[(blocks * heads,)](
                 grad_o, *where, kept, final, dkeys, skip, *grad_o.stride(), heads, blocks, BS=self.slice, VS=16,
                 **self.key, **self.value, BT=size, **self.cut.constants(), num_warps=4, num_stages=1,
             )  # fmt: skip
         dq, dk = grads["dq"], grads["dk"]
-        deliver[(blocks * self.key_heads,)](
+        launched(deliver)[(blocks * self.key_heads,)](
             self.q, self.k, *where, span.norms, dkeys, rows, strengths, gates, dq, dk, dg, dbeta, skip, *qk,
             *dq.stride(), *dk.stride(), *_strides(dg, 3)[:2], *_strides(dbeta, 2), self.key_heads, heads,
             BS=self.slice, TILE=self.tile, SLICES=slices, DELTA=self.delta, DECAY=self.decay, **self.key,

@@ -21,19 +21,17 @@ backward sees are those of the forward. No atomics: every gradient is summed in 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from lattn_compile.formats import TiledFormat
 from lattn_compile.formats.checkpoints import Checkpoints, row_format, row_interval, row_shape
 from lattn_compile.formats.quantizer import Identity, Quantizer
+from lattn_compile.kernels.common.host import on, refused, refused_rounding
+from lattn_compile.kernels.common.launch import launched
 from lattn_compile.kernels.common.layout import MAX_WARPS
 from lattn_compile.kernels.decode_backward import retreat
 from lattn_compile.kernels.decode_call import (
@@ -49,11 +47,8 @@ from lattn_compile.kernels.decode_call import (
     strides,
 )
 from lattn_compile.kernels.decode_deliver import deliver
-from lattn_compile.kernels.decode_forward import advance
 
 __all__ = ["backward", "forward", "supports"]
-
-_MAX_DIM = 256
 
 _WHOLE = 32
 """A stretch of no more tokens is kept in one piece, whatever that takes."""
@@ -70,30 +65,15 @@ def supports(
     Args:
         dtype: of the arithmetic.
     """
-    if device.type != "cuda" and not _interpreted():
-        return f"Triton kernels run on GPUs, not on {device.type}"
-    if dtype is not torch.float32:
-        return f"Triton kernels compute in float32, not in {str(dtype).removeprefix('torch.')}"
-    for name, size in (("K", key_dim), ("V", value_dim)):
-        if size > _MAX_DIM:
-            return f"{name} = {size} exceeds {_MAX_DIM}"
+    if (why := refused(device, dtype, key_dim, value_dim)) is not None:
+        return why
     if quantize is None:
         return None
-    if not quantize.idempotent:
-        return f"the Triton decode kernel rounds to nearest, without feedback or rotation, not {quantize}"
-    fmt = quantize.fmt
-    if isinstance(fmt, TiledFormat):
-        for name, block, size in (("block_k", fmt.block_k, key_dim), ("block_v", fmt.block_v, value_dim)):
-            if block is not None and block < size and block & (block - 1):
-                return f"{name} = {block} is not a power of two"
+    if (why := refused_rounding("decode", quantize, key_dim, value_dim)) is not None:
+        return why
     if layout_of(key_dim, value_dim, quantize).warps > MAX_WARPS:
         return f"a tile of {quantize} with K = {key_dim}, V = {value_dim} does not fit into one program"
     return None
-
-
-def _interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter, on the CPU."""
-    return not isinstance(advance, triton.JITFunction)
 
 
 @torch.no_grad()
@@ -116,18 +96,17 @@ def forward(
     quantize: Quantizer | None,
     readout: str,
     identity: Identity | None = None,
+    in_place: bool = False,
 ) -> Tensor:
     """As `kernels.reference.decode.forward`, where `supports` has no objection.
 
     Args:
         checkpoints: states, or rows that they are encoded in.
+        in_place: `state` may be written over, and is what is returned, if it is contiguous and aligned.
     """
-    final = torch.empty_like(state, memory_format=torch.contiguous_format)
-    if state.numel() == 0:
-        return final
-    if q.shape[0] == 0:
-        return final.copy_(state)
-    with _on(q.device):
+    if state.numel() == 0 or q.shape[0] == 0:
+        return state.clone(memory_format=torch.contiguous_format)
+    with on(q.device):
         call = Call(
             q, k, v, g, beta, starts, lengths,
             rule=rule, scale=scale, qk_l2norm=qk_l2norm, quantize=quantize, readout=readout,
@@ -136,6 +115,10 @@ def forward(
         marks = None if checkpoints is None else checkpoints_of(checkpoints, checkpoint_every)
         longest = checkpoints.longest if isinstance(checkpoints, Checkpoints) else None
         source, ready = of_sequences(state), None
+        # A program reads all that it writes of a state, and before.
+        final = source.states if in_place else None
+        if final is None:
+            final = torch.empty_like(state, memory_format=torch.contiguous_format)
         for first, span in _segments(call, longest, checkpoint_every):
             ready = call.ready() if span == ALL else call.ready(first, span, ready)
             call.advance(ready, source, o=out, final=final, marks=marks, first=first, span=span)
@@ -193,7 +176,7 @@ def backward(
     if state.numel() == 0 or tokens == 0:
         return cotangent
     longest = tokens if longest is None else min(longest, tokens)
-    with _on(q.device):
+    with on(q.device):
         call = Call(
             q, k, v, g, beta, starts, lengths,
             rule=rule, scale=scale, qk_l2norm=qk_l2norm, quantize=quantize, readout=readout,
@@ -291,7 +274,7 @@ def _retreat(
 ) -> None:
     own, dv = kept.own, buffers["dv"]
     assert dv is not None
-    retreat[(own.blocks * call.value_heads * call.sequences,)](
+    launched(retreat)[(own.blocks * call.value_heads * call.sequences,)](
         ready.pairs, ready.g, call.beta, grad_o, source.states, call.starts, call.lengths, kept.saved, kept.scales,
         kept.errors, cotangent, dv, kept.by_channel, kept.by_head, *strides(call.g), *strides(call.beta),
         *grad_o.stride(), *strides(dv), call.key_heads, call.value_heads, first, span,
@@ -305,7 +288,7 @@ def _retreat(
 def _deliver(call: Call, kept: Kept, buffers: _Gradients, first: int, span: int) -> None:
     own, rows = kept.own, call.sequences * kept.room
     dq, dk, dg, dbeta = buffers["dq"], buffers["dk"], buffers["dg"], buffers["dbeta"]
-    deliver[(triton.cdiv(rows, ROWS // 2), call.key_heads)](
+    launched(deliver)[(triton.cdiv(rows, ROWS // 2), call.key_heads)](
         call.q, call.k, kept.by_channel, kept.by_head, call.starts, call.lengths, dq, dk, dg, dbeta, call.scale,
         *call.q.stride(), *call.k.stride(), *strides(dq), *strides(dk), *strides(dg), *strides(dbeta),
         call.value_heads, first, span, kept.room, rows,
@@ -313,8 +296,3 @@ def _deliver(call: Call, kept: Kept, buffers: _Gradients, first: int, span: int)
         COLUMNS=own.columns, OWN=own.groups, ROWS=ROWS // 2, NORM=call.norm, DECAY=call.decay,
         BETA=call.beta is not None, num_warps=4, num_stages=1,
     )  # fmt: skip
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -13,6 +13,7 @@ from lattn_compile.formats import Nvfp4, TiledFormat
 from lattn_compile.formats.checkpoints import Checkpoints
 from lattn_compile.formats.quantizer import Quantizer
 from lattn_compile.kernels.common.inputs import decays, pair_up
+from lattn_compile.kernels.common.launch import aligned, launched
 from lattn_compile.kernels.common.layout import Layout, layout
 from lattn_compile.kernels.decode_checkpoints import fetch
 from lattn_compile.kernels.decode_forward import advance
@@ -105,7 +106,7 @@ class States:
 def of_sequences(state: Tensor) -> States:
     """One state a sequence, `[N, HV, K, V]`, contiguous and 16-byte aligned, so that its layout is that of any call."""
     state = state.contiguous()
-    return States(state if state.data_ptr() % 16 == 0 else state.clone(), ALL, 1, ALL)
+    return States(state if aligned(state) else state.clone(), ALL, 1, ALL)
 
 
 def checkpoints_of(kept: Tensor | Checkpoints, every: int) -> States:
@@ -217,12 +218,12 @@ class Call:
         where = (0, ALL, 0) if first is None else (first, room, 1)
         key_dim = self.layout.key_dim
         shape = {"K": key_dim, "BK": triton.next_power_of_2(key_dim), "ROWS": ROWS, "enable_fp_fusion": False}
-        pair_up[(triton.cdiv(rows * self.key_heads, ROWS),)](
+        launched(pair_up)[(triton.cdiv(rows * self.key_heads, ROWS),)](
             self.q, self.k, into.pairs, into.dots, self.starts, self.lengths, rows, self.key_heads, self.scale,
             *self.q.stride(), *self.k.stride(), *where, NORM=self.norm, **shape,
         )  # fmt: skip
         if self.decay == 2 and self.g is not None:
-            decays[(triton.cdiv(rows * self.value_heads, ROWS),)](
+            launched(decays)[(triton.cdiv(rows * self.value_heads, ROWS),)](
                 self.g, into.g, self.starts, self.lengths, rows, self.value_heads, *self.g.stride(), *where, **shape
             )
         return into
@@ -250,7 +251,7 @@ class Call:
         saved, scales, room = (None, None, 0) if save is None else (save.saved, save.scales, save.room)
         to = States(None, ALL, 1, 1) if marks is None else marks
         rows = _Rows.of(to, self.value_heads * lay.key_dim * lay.value_dim, lay.key_dim * lay.value_dim)
-        advance[(lay.blocks * self.value_heads * self.sequences,)](
+        launched(advance)[(lay.blocks * self.value_heads * self.sequences,)](
             ready.pairs, ready.dots, v, ready.g, self.beta, source.states, self.starts, self.lengths, o, final,
             to.states, rows.scales, saved, scales, errors, *v.stride(), *strides(self.g), *strides(self.beta),
             *strides(o), self.key_heads, self.value_heads, self.tokens, first, span, source.every, source.stride,
@@ -270,7 +271,7 @@ class Call:
         blocks = codes[:, rows.blocks_at :] if rows.blocks_at else codes
         scales = None if rows.scales is None else rows.scales[:, rows.scales_at :]
         size = self.value_heads * lay.key_dim * lay.value_dim
-        fetch[(self.sequences, triton.cdiv(size, _FETCH))](
+        launched(fetch)[(self.sequences, triton.cdiv(size, _FETCH))](
             codes, scales, blocks, into, self.starts, self.lengths, self.value_heads, codes.stride(0),
             0 if scales is None else scales.stride(0), blocks.stride(0), marks.interval, marks.slot(first),
             K=lay.key_dim, V=lay.value_dim, FORMAT=fmt.name, TILE_K=self.write["BLOCK_K"],

@@ -20,15 +20,13 @@ atomics: every gradient is summed in one order. A ring is runs of the same kerne
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lattn_compile.formats import TiledFormat
 from lattn_compile.formats.quantizer import Identity, Quantizer
+from lattn_compile.kernels.common.host import on, refused, refused_rounding
 from lattn_compile.kernels.reference.records import handed_on
 from lattn_compile.kernels.reference.span import Tokens
 from lattn_compile.kernels.replay_ring import (
@@ -40,12 +38,11 @@ from lattn_compile.kernels.replay_ring import (
     through_backward,
     written,
 )
-from lattn_compile.kernels.replay_run import GRADS, Run, States, Stretch, interpreted, padded, tiles
+from lattn_compile.kernels.replay_run import GRADS, Run, States, Stretch, padded, tiles
 from lattn_compile.ring import Ring
 
 __all__ = ["backward", "forward", "supports"]
 
-_MAX_DIM = 256
 _MAX_TILE = 128 * 128
 
 
@@ -63,25 +60,15 @@ def supports(
     Args:
         dtype: of the arithmetic. factors: of the records.
     """
-    if device.type != "cuda" and not interpreted():
-        return f"Triton kernels run on GPUs, not on {device.type}"
-    if dtype is not torch.float32:
-        return f"Triton kernels compute in float32, not in {str(dtype).removeprefix('torch.')}"
+    if (why := refused(device, dtype, key_dim, value_dim)) is not None:
+        return why
     if factors is not None:
         return f"the Triton replay kernel keeps its updates as they are, not as {factors}"
-    for name, size in (("K", key_dim), ("V", value_dim)):
-        if size > _MAX_DIM:
-            return f"{name} = {size} exceeds {_MAX_DIM}"
     if quantize is None:
         return None
-    if not quantize.idempotent:
-        return f"the Triton replay kernel rounds to nearest, without feedback or rotation, not {quantize}"
-    fmt = quantize.fmt
-    if isinstance(fmt, TiledFormat):
-        for name, block, size in (("block_k", fmt.block_k, key_dim), ("block_v", fmt.block_v, value_dim)):
-            if block is not None and block < size and block & (block - 1):
-                return f"{name} = {block} is not a power of two"
-    if tiles(fmt, key_dim, value_dim)["BLOCK_V"] * padded(key_dim) > _MAX_TILE:
+    if (why := refused_rounding("replay", quantize, key_dim, value_dim)) is not None:
+        return why
+    if tiles(quantize.fmt, key_dim, value_dim)["BLOCK_V"] * padded(key_dim) > _MAX_TILE:
         return f"a tile of {quantize} with K = {key_dim}, V = {value_dim} does not fit into one program"
     return None
 
@@ -148,7 +135,7 @@ def forward(
 ) -> tuple[Tensor, Ring | None]:
     """As `kernels.reference.replay.forward`, where `supports` has no objection."""
     anchors = anchor.clone(memory_format=torch.contiguous_format)
-    with _on(q.device):
+    with on(q.device):
         ring = None if window == 1 else ring
         run = _run(Tokens(q, k, v, g, beta), (starts, lengths, cursor), read, rule=rule, window=window, **options)
         record = run.new(run.sequences, window - 1, run.value_heads, run.value_dim) if keep else None
@@ -191,7 +178,7 @@ def backward(
     dcopies = None if read is None else torch.zeros_like(dstates)
     unflushed = cursor + lengths < window
     dring: Ring | None = None
-    with _on(q.device):
+    with on(q.device):
         carried = None if window == 1 else ring
         run = _run(Tokens(q, k, v, g, beta), (starts, lengths, cursor), read, rule=rule, window=window, **options)
         if run.count and anchor.numel():
@@ -285,8 +272,3 @@ def _entering_backward(
         for name, total in zip(("dk", "dv", "dg", "dbeta"), totals, strict=True):
             if total is not None and name in found:
                 total += found[name].view(total.shape)
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

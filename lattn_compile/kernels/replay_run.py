@@ -10,6 +10,8 @@ import triton
 from torch import Tensor
 
 from lattn_compile.formats import Format, Nvfp4, TiledFormat
+from lattn_compile.kernels.common.host import interpreted
+from lattn_compile.kernels.common.launch import launched
 from lattn_compile.kernels.reference.span import Tokens
 from lattn_compile.kernels.replay_gradients import contract, deliver, settle, tally
 from lattn_compile.kernels.replay_launch import launch
@@ -18,7 +20,7 @@ from lattn_compile.kernels.replay_retreat import retreat
 from lattn_compile.kernels.replay_walk import walk
 from lattn_compile.kernels.replay_windows import Windows, windows
 
-__all__ = ["GRADS", "Run", "States", "Stretch", "interpreted", "padded", "tiles"]
+__all__ = ["GRADS", "Run", "States", "Stretch", "padded", "tiles"]
 
 GRADS = ("dq", "dk", "dv", "dg", "dbeta")
 
@@ -32,11 +34,6 @@ _SHARE = 0.6
 _SMALL = 1 << 26
 """A workspace of so many bytes is fine whatever a call gets."""
 _PROGRAMS = 256
-
-
-def interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter, on the CPU."""
-    return not isinstance(walk, triton.JITFunction)
 
 
 def padded(size: int) -> int:
@@ -197,13 +194,13 @@ class Stretch:
         """What the windows of ranks `first` on need besides the state."""
         run, way, (q, k, v, g, beta) = self.run, self.run.launch, self.run.tokens
         slots = min(self.slots, run.windows.ranks - first)
-        relate[(slots * run.value_heads,)](
+        launched(relate)[(slots * run.value_heads,)](
             q, k, g, beta, *run.windows.tables(), self.system, self.reads, self.overlaps, self.strengths, run.scale,
             first, *q.stride(), *k.stride(), *_three(g), *_two(beta), run.key_heads, run.value_heads, K=run.key_dim,
             BS=min(run.keys, way.pair_channels), DECAY=run.decay, BETA=beta is not None, NORM=run.norm, **run.pairs,
             num_warps=run.pair_warps, num_stages=1,
         )  # fmt: skip
-        prepare[(slots * run.value_heads,)](
+        launched(prepare)[(slots * run.value_heads,)](
             q, k, v, g, *run.windows.tables(), self.system, self.operands, self.errors, self.whole, run.scale, first,
             *q.stride(), *k.stride(), *v.stride(), *_three(g), run.key_heads, run.value_heads,
             BS=run.slab, BV=run.columns, DECAY=run.decay, **run.common, PLACES=self.places,
@@ -238,7 +235,7 @@ class Stretch:
         programs = run.width // run.walk_columns * run.value_heads * run.sequences
         kept = (self.kept, self.copies, self.anchored, self.late) if keep else (None,) * 4
         to = States(None) if target is None else target
-        walk[(programs,)](
+        launched(walk)[(programs,)](
             run.tokens.q, self.operands, self.reads, self.errors, self.whole, self.strengths, table.starts,
             table.lengths, table.leads, *table.order(), start.states, source.states, to.states, start.copies,
             source.copies, to.copies, final, anchors, o, *kept, record, run.scale, first, at,
@@ -261,7 +258,7 @@ class Stretch:
         """Takes the gradient of states back through the windows, in place."""
         run, table = self.run, self.run.windows
         programs = run.width // run.retreat_columns * run.value_heads * run.sequences
-        retreat[(programs,)](
+        launched(retreat)[(programs,)](
             run.tokens.q, self.operands, self.reads, self.whole, self.strengths, table.starts, table.lengths,
             table.leads, *table.order(), grad_o, grad_anchor, drecord, dstates, dcopies, self.derrors,
             self.danchored, self.dkept, run.scale, first, min(first + self.slots, table.ranks),
@@ -287,20 +284,20 @@ class Stretch:
             **run.inside, "V": run.value_dim, "VP": run.width, "AFTER": run.after, "PAIR": run.paired,
             "READ": grad_o is not None,
         }  # fmt: skip
-        settle[(slots * run.value_heads,)](
+        launched(settle)[(slots * run.value_heads,)](
             *table.tables(), self.system, self.errors, self.anchored, self.derrors, self.danchored, grad_o, dupdates,
             into["dv"], self.by_pair, self.of_record, first, *_three(grad_o), *_two(into["dv"]), run.value_heads,
             BV=min(run.columns, way.pair_columns), **values, RECORD=drecord is not None,
             num_warps=run.pair_warps, num_stages=1,
         )  # fmt: skip
-        contract[(run.keys // channels, slots * run.value_heads)](
+        launched(contract)[(run.keys // channels, slots * run.value_heads)](
             *table.tables(), self.errors, self.anchored, self.derrors, self.danchored, self.kept, self.copies,
             self.dkept, grad_o, self.by_channel, self.dwhole, first, *_three(grad_o), run.value_heads, BK=run.keys,
             BV=run.columns, BS=channels, **values, num_warps=run.slab_warps, num_stages=way.contract_stages,
         )  # fmt: skip
         late = 0 if self.late is None or grad_o is None else self.late.shape[2]
         dq, dk, dg, dbeta = (into.get(name) for name in ("dq", "dk", "dg", "dbeta"))
-        deliver[(slots * run.key_heads,)](
+        launched(deliver)[(slots * run.key_heads,)](
             q, k, g, *table.tables(), self.operands, self.strengths, self.whole, self.by_channel, self.by_pair,
             self.by_slot, self.dwhole, self.late, dkeys, dq, dk, dg, run.scale, first, *q.stride(), *k.stride(),
             *_three(g), *_two(dq), *_two(dk), *_two(dg), run.key_heads, run.value_heads, K=run.key_dim, BS=run.slab,
@@ -309,7 +306,7 @@ class Stretch:
         )  # fmt: skip
         if beta is None and run.decay != 1:
             return
-        tally[(slots * run.value_heads,)](
+        launched(tally)[(slots * run.value_heads,)](
             *table.tables(), self.reads, self.overlaps, self.strengths, self.by_pair, self.by_slot, self.of_record,
             dg, dbeta, first, *_two(dg), *_two(dbeta), run.value_heads, W=run.inside["W"], BT=run.size,
             SLABS=run.keys // run.slab, DELTA=run.inside["DELTA"], DECAY=run.decay, BETA=beta is not None,

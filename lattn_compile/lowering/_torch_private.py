@@ -18,14 +18,12 @@ from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from lattn_compile.errors import LattnError
-from lattn_compile.lowering._torch_trace import Untraceable, set_grad_enabled, trace_before_autograd
 
 BACKEND = "lattn_compile"
 
 __all__ = [
     "BACKEND",
     "CacheIdentity",
-    "Untraceable",
     "before_every_trace",
     "compile_with_inductor",
     "compiling_options",
@@ -33,8 +31,6 @@ __all__ = [
     "dynamo_counters",
     "inductor_options",
     "module_path",
-    "set_grad_enabled",
-    "trace_before_autograd",
     "traced_modules",
 ]
 
@@ -100,6 +96,9 @@ def current_compile() -> str:
 def _inner(fn: Any) -> Any | None:
     if isinstance(fn, functools.partial):
         return fn.func
+    # Around a DistributedDataParallel that is compiled as a whole stands Dynamo's DDPOptimizer, which cuts the graph.
+    if (cut := getattr(getattr(fn, "__self__", None), "backend_compile_fn", None)) is not None:
+        return cut
     for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "__wrapped__", "compiler_fn"):
         inner = getattr(fn, name, None)
         if inner is not None and inner is not fn:

@@ -7,31 +7,20 @@ backend puts its sources into its own keys; this is for every other compiler tha
 
 from __future__ import annotations
 
-import hashlib
-import secrets
-from pathlib import Path
-
 import torch.compiler.config
+
+from lattn_compile.sources import digest
 
 __all__ = ["install"]
 
 
-def _digest() -> str:
-    """Hash of what decides an op's schema, fake and autograd graph, layouts of what is stored included; kernels are
-    called by name, never compiled in.
-
-    Where the files cannot be seen (a zip, a torch.package), no other process gets the same.
-    """
-    root = Path(__file__).parents[1]
-    folders = ("ops/*.py", "packed/*.py", "formats/**/*.py")
-    files = [*(file for folder in folders for file in sorted(root.glob(folder))), root / "codec.py"]
-    if not all(file.is_file() for file in files):
-        return secrets.token_hex(6)
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
+_SOURCES = ("ops/*.py", "packed/*.py", "formats/**/*.py", "codec.py")
+"""What decides an op's schema, fake and autograd graph, layouts of what is stored included; kernels are called by name,
+never compiled in."""
 
 
 def install() -> None:
     """Append this version's mark to `torch.compiler.config.cache_key_tag`, once; what a user put there stays."""
-    config, mark = torch.compiler.config, f"lattn:{_digest()}"
+    config, mark = torch.compiler.config, f"lattn:{digest(*_SOURCES)}"
     if mark not in config.cache_key_tag:
         config.cache_key_tag = f"{config.cache_key_tag} {mark}".strip()

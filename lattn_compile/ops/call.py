@@ -1,4 +1,4 @@
-"""What the two ops share: one call = exact prefix (chunk form), hand-over, suffix in its mode (semantics §4).
+"""What the ops share: one call = exact prefix (chunk form), hand-over, suffix in its mode (semantics §4).
 
 Below autograd: nothing here is differentiated. `Plan` is a call made ready for the kernels; `prefix_forward` and
 `prefix_backward` are the exact part and the hand-over; the op files add their suffix.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lattn_compile import codec
 from lattn_compile.formats.quantizer import Identity, Quantizer
 from lattn_compile.ops.arguments import check_transforms
 from lattn_compile.ops.options import Options
@@ -44,7 +45,7 @@ __all__ = [
 GATE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 PREFIX_CHUNK = 64
-"""Chunk size of the exact prefix; any other gives the same numbers up to the order of sums."""
+"""Chunk size of the prefix; where it is exact, any other gives the same numbers up to the order of sums."""
 
 _PREFIX: dict[str, Any] = {"chunk_size": PREFIX_CHUNK, "quantize": None, "readout": "before_write", "identity": None}
 
@@ -98,9 +99,18 @@ def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
+def _is_recorded() -> bool:
+    """Whether the call is being traced into a graph."""
+    from lattn_compile.kernels.common.launch import is_recorded  # kernels load when ops are called
+
+    return is_recorded()
+
+
 def fresh(x: Tensor, *others: Tensor | None) -> Tensor:
     """`x` contiguous and sharing no memory with any of `others`: an op's output never aliases an input."""
     x = x.contiguous()
+    if _is_recorded():  # a graph's values have no memory yet, and AOTAutograd sees to aliases
+        return x
     ours = x.untyped_storage().data_ptr()
     if any(o is not None and o.untyped_storage().data_ptr() == ours for o in others):
         return x.clone()
@@ -119,7 +129,8 @@ def plan(t: Tensors, geometry: Geometry, options: Options, *, chunk_size: int | 
     cursor_end = chunk_size if chunk_size is not None else 1
     check_lengths(t if quantize is not None else dataclasses.replace(t, cursor=None), geometry, cursor_end=cursor_end)
     device = t.q.device
-    prefix_lengths = t.prefix_lengths if quantize is not None else None
+    # Under exact a prefix differs from a suffix only where its operands are rounded.
+    prefix_lengths = t.prefix_lengths if quantize is not None or options.prefill is not None else None
     segments = split(geometry.batch, geometry.tokens, t.cu_seqlens, prefix_lengths, t.sequence_lengths, device)
     if not options.growth:
         check_gates(t.g, lambda: segments.rows(geometry.flat_tokens))
@@ -183,14 +194,20 @@ def rounded(state: Tensor, rows: Tensor, quantize: Quantizer, identity: Identity
     """QDQ of the states in `rows` (bool `[N]`), the others bit for bit. Its gradient is the identity."""
     if not _any(rows):
         return state
-    return torch.where(rows.view(-1, 1, 1, 1), quantize.qdq(state, identity), state)
+    if _is_recorded() and quantize.rounding == "nearest":
+        # In a graph the codec stays an op, which no compiler contracts.
+        written = codec.qdq(state, str(quantize.fmt), feedback=quantize.feedback, rotation=quantize.rotation)
+    else:
+        written = quantize.qdq(state, identity)
+    return torch.where(rows.view(-1, 1, 1, 1), written, state)
 
 
 def prefix_forward(p: Plan, options: Options, o: Tensor) -> Tensor:
     """Runs the exact prefix, writes its rows of `o`, and returns the state that the suffix starts from."""
     state = p.state
     if p.has_prefix:
-        state = options.kernel("chunk", exact=True).forward(
+        kernel, own = options.prefix_kernel(forward=True)
+        state = kernel.forward(
             *p.flat,
             state,
             p.segments.begin,
@@ -199,6 +216,7 @@ def prefix_forward(p: Plan, options: Options, o: Tensor) -> Tensor:
             o,
             **_PREFIX,
             **options.step(),
+            **own,
         )
     if p.handover is not None and options.quantize is not None:
         state = rounded(state, p.handover, options.quantize, moved(p.identity, -1))
@@ -209,7 +227,8 @@ def prefix_backward(p: Plan, options: Options, grad_o: Tensor, grad_state: Tenso
     """Adjoint of `prefix_forward`: writes the prefix's rows of `grads`, returns the gradient of the initial state."""
     if not p.has_prefix:
         return grad_state
-    return options.kernel("chunk", exact=True).backward(
+    kernel, own = options.prefix_kernel(forward=False)
+    return kernel.backward(
         grad_o,
         grad_state,
         *p.flat,
@@ -220,6 +239,7 @@ def prefix_backward(p: Plan, options: Options, grad_o: Tensor, grad_state: Tenso
         grads,
         **_PREFIX,
         **options.step(),
+        **own,
     )
 
 

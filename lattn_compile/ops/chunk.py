@@ -6,9 +6,10 @@
 q, k `[B, T, H, K]`; v, o `[B, T, HV, V]`; g `[B, T, HV]` or `[B, T, HV, K]`; beta `[B, T, HV]`; states `[N, HV, K, V]`;
 lengths int `[]` or `[N]`; cursor int `[N]`. o has q's dtype. final_state is float32 (float64 if any input is) and raw:
 exact, or rounded where the call ends on the chunk grid (a quantizer that is not idempotent: about to be rounded there,
-so that the caller can encode it, once). In write="exact" prefix lengths, cursor and state_format say nothing. position
-and sequence_ids, int `[]` or `[N]`, key the stochastic rounding: the absolute position of a sequence's first token, and
-the caller's name for the sequence.
+so that the caller can encode it, once). In write="exact" cursor and state_format say nothing, and prefix lengths say
+only where the operands of a prefill are rounded, if they are; None means all tokens there. position and sequence_ids,
+int `[]` or `[N]`, key the stochastic rounding: the absolute position of a sequence's first token, and the caller's name
+for the sequence.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ class _Chunk(OpOptions):
 
 
 def _planned(t: Tensors, geometry: Geometry, options: Options, chunk_size: int) -> Plan:
+    if options.quantize is None and options.prefill is not None and t.prefix_lengths is None:
+        # A library's chunk-form call outside a phase is all prefix.
+        t = replace(t, prefix_lengths=t.q.new_full((), geometry.tokens, dtype=torch.int64))
     p = plan(t, geometry, options, chunk_size=chunk_size)
     if options.quantize is None or t.cursor is None or not p.has_prefix:
         return p

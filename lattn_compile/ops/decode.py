@@ -51,7 +51,15 @@ from lattn_compile.ops.call import (
 from lattn_compile.ops.options import OpOptions, Options, schema
 from lattn_compile.ops.validate import Geometry, Tensors
 
-__all__ = ["CHECKPOINT_EVERY", "DecodeOptions", "checkpoint_interval", "empty_checkpoints", "run", "run_backward"]
+__all__ = [
+    "CHECKPOINT_EVERY",
+    "DecodeOptions",
+    "checkpoint_interval",
+    "checkpoint_rows",
+    "empty_checkpoints",
+    "run",
+    "run_backward",
+]
 
 CHECKPOINT_EVERY = 64
 """`checkpoint_every` of a graph that serves any T: at T = 4,096 it is the best one, and a longer sequence still keeps
@@ -98,7 +106,9 @@ def empty_checkpoints(t: Tensors, geometry: Geometry, quantize: Quantizer | None
     return t.q.new_empty(shape, dtype=dtype if row_format(quantize, dtype) is None else torch.uint8)
 
 
-def _rows(buffer: Tensor, geometry: Geometry, quantize: Quantizer | None, every: int) -> tuple[Checkpoints | None, int]:
+def checkpoint_rows(
+    buffer: Tensor, geometry: Geometry, quantize: Quantizer | None, every: int
+) -> tuple[Checkpoints | None, int]:
     """What kernels take of it, and C; (None, 0) where it is empty."""
     if buffer.dim() == 1:
         return None, 0
@@ -130,7 +140,7 @@ def run(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     if not p.empty:
         with no_autocast(t.q.device):
             state = prefix_forward(p, shared, o)
-            state = _forward(p, shared, state, o, *_rows(checkpoints, geometry, shared.quantize, every))
+            state = _forward(p, shared, state, o, *checkpoint_rows(checkpoints, geometry, shared.quantize, every))
     return o.view(t.v.shape), fresh(state, t.initial_state, checkpoints), checkpoints
 
 
@@ -165,7 +175,7 @@ def run_backward(grad_o: Tensor | None, grad_state: Tensor | None, *tensors: Any
     grads = empty_grads(p)
     if not p.empty:
         with no_autocast(t.q.device):
-            rows, every = _rows(checkpoints, geometry, shared.quantize, chosen.checkpoint_every)
+            rows, every = checkpoint_rows(checkpoints, geometry, shared.quantize, chosen.checkpoint_every)
             if rows is None:
                 state = prefix_forward(p, shared, torch.empty_like(grad_o) if p.has_prefix else grad_o)
             elif p.handover is None:

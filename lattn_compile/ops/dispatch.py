@@ -19,7 +19,7 @@ import torch
 from lattn_compile.errors import UnsupportedError
 from lattn_compile.formats.quantizer import Quantizer
 
-__all__ = ["Work", "choose", "load", "objection"]
+__all__ = ["Work", "choose", "load", "objection", "packed", "packed_objection"]
 
 REFERENCE = {
     "chunk": "lattn_compile.kernels.reference.chunk",
@@ -31,8 +31,11 @@ TRITON = {
     "decode": "lattn_compile.kernels.decode",
     "replay": "lattn_compile.kernels.replay",
 }
+PACKED = "lattn_compile.kernels.packed"
+"""Steps packed rows in place; the reference is `packed/ops.py` itself."""
+
 PROVEN = frozenset({"decode", "replay"})
-"""Triton forms that hold semantics §8 on a GPU: "auto" takes these, "triton" all."""
+"""Triton forms that hold semantics §8 on a GPU: "auto" takes these, "triton" all. "packed" stands for `PACKED`."""
 
 _PROVEN_WINDOW = 16
 _PROVEN_REPLAY_INPUTS = (torch.float32,)
@@ -96,13 +99,54 @@ def choose(form: str, implementation: str, work: Work) -> str:
         return "triton" if proven and objection(form, work) is None else "reference"
     why = objection(form, work)
     if why is not None:
-        raise UnsupportedError(
-            "implementation",
-            got=f"'triton', but {why}",
-            want="'auto' or 'reference'",
-            remedy="'auto' (a policy's kernel='auto') takes Triton where it can, and the report says where it did.",
-        )
+        raise _refused(why)
     return "triton"
+
+
+def _refused(why: str) -> UnsupportedError:
+    return UnsupportedError(
+        "implementation",
+        got=f"'triton', but {why}",
+        want="'auto' or 'reference'",
+        remedy="'auto' (a policy's kernel='auto') takes Triton where it can, and the report says where it did.",
+    )
+
+
+def packed_objection(work: Work, write: str) -> str | None:
+    """Why no Triton kernel can step such packed rows in place, in words; None if one can."""
+    if not _has_triton():
+        return "Triton is not installed"
+    answer: str | None = importlib.import_module(PACKED).supports(
+        device=work.device,
+        dtype=work.dtype,
+        key_dim=work.key_dim,
+        value_dim=work.value_dim,
+        quantize=work.quantize,
+        write=write,
+        window=work.window,
+        factors=work.factors,
+    )
+    return answer
+
+
+def packed(implementation: str, work: Work, *, write: str) -> ModuleType | None:
+    """The kernels that step packed rows in place; None where `packed/ops.py` does it out of the functional ops.
+
+    Args:
+        work: `quantize` is of the state's format, in two_precision of the read copy's; `window` 0 where there is none.
+        write: "exact" | "token" | "replay" | "two_precision".
+
+    Raises:
+        UnsupportedError: "triton" was asked for and cannot do it.
+    """
+    if implementation == "reference" or (implementation == "auto" and "packed" not in PROVEN):
+        return None
+    why = packed_objection(work, write)
+    if why is None:
+        return importlib.import_module(PACKED)
+    if implementation == "auto":
+        return None
+    raise _refused(why)
 
 
 def load(form: str, implementation: str, work: Work) -> ModuleType:

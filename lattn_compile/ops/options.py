@@ -6,15 +6,18 @@ The dispatcher leaves out an option that has its default, so each is a dataclass
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 
-from lattn_compile.errors import DtypeError, PolicyError
+from lattn_compile.errors import DtypeError, PolicyError, UnsupportedError
 from lattn_compile.formats import Format, parse
 from lattn_compile.formats.quantizer import Quantizer
+from lattn_compile.modes import PREFILL_OPTIONS, Prefill
 from lattn_compile.ops import dispatch
+from lattn_compile.ops.residuals import record
 from lattn_compile.ops.validate import Geometry, Tensors, check_call, check_words
 
 __all__ = ["OpOptions", "Options", "schema"]
@@ -25,7 +28,9 @@ def schema(own: str, *, write: str = 'str write="exact"') -> str:
     return (
         f'str rule="delta", float scale, bool qk_l2norm=False, {write}, str state_format="fp32", '
         f'str readout="before_write", {own}, str implementation="auto", int site_id=0, bool growth=False, '
-        'str rounding="nearest", int seed=0, str? feedback=None, str? rotation=None, str? gate=None'
+        'str rounding="nearest", int seed=0, str? feedback=None, str? rotation=None, str? gate=None, '
+        'str prefill_operands="", str prefill_inverse="exact", float prefill_residual=0.001, '
+        'str prefill_gradient="inverse"'
     )
 
 
@@ -36,6 +41,7 @@ class Options:
     Attributes:
         quantize: what happens to a state that is written; None: nothing is rounded.
         growth: decays may be greater than 1. gate: what g is rounded to before use, prefix included.
+        prefill: what is rounded inside the prefix; None: nothing, and the inverse is exact.
         work: what kernels are chosen by.
     """
 
@@ -48,11 +54,22 @@ class Options:
     growth: bool
     gate: str | None
     work: dispatch.Work
+    prefill: Prefill | None = None
+    site_id: int = 0
 
     def kernel(self, form: str, *, exact: bool = False) -> ModuleType:
         """The kernel of a form for this call; `exact` for a part of it that rounds nothing."""
         work = replace(self.work, quantize=None) if exact else self.work
         return dispatch.load(form, self.implementation, work)
+
+    def prefix_kernel(self, *, forward: bool) -> tuple[ModuleType, dict[str, Any]]:
+        """The kernel of the prefix, and what it takes beside `step`."""
+        if self.prefill is None:
+            return self.kernel("chunk", exact=True), {}
+        own: dict[str, Any] = {"prefill": self.prefill}
+        if forward and self.prefill.inverse != "exact":
+            own["measured"] = partial(record, self.site_id, str(self.prefill.inverse), self.prefill.max_residual)
+        return dispatch.load("chunk", "reference", self.work), own
 
     def step(self) -> dict[str, Any]:
         """What every kernel function takes."""
@@ -81,6 +98,10 @@ class OpOptions:
     feedback: str | None = None
     rotation: str | None = None
     gate: str | None = None
+    prefill_operands: str = ""
+    prefill_inverse: str = "exact"
+    prefill_residual: float = 1e-3
+    prefill_gradient: str = "inverse"
 
     FORM: ClassVar[str]
     WRITES: ClassVar[tuple[str, ...]] = ()
@@ -88,6 +109,20 @@ class OpOptions:
     def interval(self) -> tuple[str, int, int, int | None]:
         """Name, value, least and greatest legal value of the op's own token count."""
         raise NotImplementedError
+
+    @property
+    def prefill(self) -> Prefill | None:
+        """What is rounded inside the prefix.
+
+        Raises:
+            PolicyError: text that no policy writes.
+        """
+        return Prefill.from_op({name: getattr(self, name) for name in PREFILL_OPTIONS})
+
+    @property
+    def rounds_prefill(self) -> bool:
+        """Whether a prefix is computed otherwise than a suffix under `exact`."""
+        return bool(self.prefill_operands) or self.prefill_inverse != "exact"
 
     def rounded_format(self) -> Format:
         """What the quantizer rounds to."""
@@ -114,6 +149,9 @@ class OpOptions:
             quantize.check(geometry.key_dim, geometry.value_dim)
         else:
             parse(self.state_format)
+        prefill = self.prefill
+        if prefill is not None:
+            self._check_prefill(prefill, geometry)
         work = dispatch.Work(
             t.q.device, geometry.dtype, geometry.key_dim, geometry.value_dim, quantize, inputs=t.q.dtype
         )
@@ -136,4 +174,16 @@ class OpOptions:
             self.growth,
             self.gate,
             work,
+            prefill,
+            self.site_id,
         )
+
+    def _check_prefill(self, prefill: Prefill, geometry: Geometry) -> None:
+        prefill.check(self.rule, geometry.key_dim)
+        if self.implementation == "triton":
+            raise UnsupportedError(
+                "implementation",
+                got="'triton' with rounded operands or an approximate inverse in the prefix",
+                want="'auto' or 'reference'",
+                remedy="Only the reference kernel computes these: use a policy's kernel='reference', or drop prefill.",
+            )

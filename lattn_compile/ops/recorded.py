@@ -60,6 +60,8 @@ def recorded(node: fx.Node) -> Any | None:
     _, shared = decode.DecodeOptions(**options).checked(t)
     if dispatch.choose("decode", shared.implementation, shared.work) != "triton":
         return None
+    if t.prefix_lengths is not None and shared.prefill is not None:
+        return None  # the reference computes that
     if t.prefix_lengths is not None and shared.quantize is not None:
         # The exact prefix is the chunk form's.
         exact = replace(shared.work, quantize=None)

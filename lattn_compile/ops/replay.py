@@ -407,7 +407,7 @@ def _backward(
     p = s.plan
     if chosen.is_token_mode:
         decode = shared.kernel("decode")
-        suffix = {**shared.suffix(), "identity": p.identity}
+        suffix = {**shared.suffix(), "identity": p.identity, "longest": geometry.tokens}
         danchor = decode.backward(grad_o, grad_anchor, *p.flat, s.anchor, p.begin, p.length, None, 0, grads, **suffix)
         return danchor, None, None
     ring = None

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lattn_compile import codec
 from lattn_compile.carry import Call
-from lattn_compile.errors import PolicyError
+from lattn_compile.errors import PolicyError, UnsupportedError
 from lattn_compile.formats import factors as factor_codec
 from lattn_compile.replay_state import ReplayState
 from lattn_compile.ring import Ring
@@ -56,7 +56,7 @@ def call_of(policy: Policy) -> Call:
     """A policy as constants of an op, whatever its storage.
 
     Raises:
-        PolicyError: `Chunk`, which has no packed form. UnsupportedError: a part that is not built.
+        PolicyError: `Chunk`, which has no packed form. UnsupportedError: `Prefill`, or a part that is not built.
     """
     if policy.op_form == "chunk":
         raise PolicyError(
@@ -64,6 +64,13 @@ def call_of(policy: Policy) -> Call:
             got=str(policy),
             want="Token(), Replay(...), TwoPrecision(...) or Exact()",
             remedy="Inside a chunk the state is exact, so there is no packed form of it; choose another write mode.",
+        )
+    if policy.prefill is not None:
+        raise UnsupportedError(
+            "policy",
+            got=f"prefill={policy.prefill!r}",
+            want="prefill=None: a packed state is stepped, and its steps have no prefix",
+            remedy="Drop prefill here; whoever runs the prefix takes it from the recipe.",
         )
     options = dataclasses.replace(policy, storage="emulated").op_kwargs()
     return Call(**{name: options[name] for name in Call._fields if name in options})
@@ -210,11 +217,27 @@ def handed_over(
 
 
 def empty(
-    call: Call, heads: Heads, slots: int, device: torch.device | str, dtype: torch.dtype = torch.float32
+    call: Call,
+    heads: Heads,
+    slots: int,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    v_first: bool = False,
 ) -> dict[str, Tensor]:
-    """Zeros for `slots` sequences. They are never read: a slot without a state is read by nobody."""
-    made = shapes(call, heads, dtype)
-    return {name: torch.zeros(slots, *size, dtype=d, device=device) for name, (d, size) in made.items()}
+    """Zeros for `slots` sequences. They are never read: a slot without a state is read by nobody.
+
+    Args:
+        v_first: codes lie in memory as `[slots, HV, V, K]`; their shape is `[slots, HV, K, V]` all the same.
+    """
+    made = {}
+    for name, (kind, size) in shapes(call, heads, dtype).items():
+        if v_first and name.endswith("codes"):
+            *lead, rows, columns = size
+            made[name] = torch.zeros(slots, *lead, columns, rows, dtype=kind, device=device).transpose(-1, -2)
+        else:
+            made[name] = torch.zeros(slots, *size, dtype=kind, device=device)
+    return made
 
 
 def shapes(

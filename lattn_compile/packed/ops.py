@@ -6,9 +6,9 @@
     flush_(state, cursor, state_indices, position, sequence_ids, *, ...) -> ()
 
 q, k `[B, T, H, K]`; v, o `[B, T, HV, V]`; g `[B, T, HV]` or `[B, T, HV, K]`; beta `[B, T, HV]`; any T >= 0, every token
-a suffix token. `state`: the stored tensors `[slots, ...]` in the order of `layout.names`, written in place. cursor
-int32 `[slots]`, in place: -1, nothing is stored there and the sequence starts at zero; else, in token and exact mode 0,
-in replay and two_precision the pending records, `0 <= cursor < window`.
+a suffix token. `state`: the stored tensors `[slots, ...]` in the order of `layout.names`, of any strides, in place.
+cursor int32 `[slots]`, in place: -1, nothing is stored there and the sequence starts at zero; else, in token and exact
+mode 0, in replay and two_precision the pending records, `0 <= cursor < window`.
 
 N sequences, N = B or `len(cu_seqlens) - 1`. state_indices int `[N]`: their slots; -1 or `padding_slot` is padding,
 whose tokens give zeros and nothing else; None: slot i is sequence i's. has_initial_state bool `[N]`: False starts at
@@ -19,28 +19,37 @@ None. sequence_ids int `[N]` key the stochastic rounding, 0 by default.
 `flush_` writes the pending records of the slots (all, or those of state_indices) into the anchor, which is rounded as
 at the end of a window; a slot without records keeps its bits.
 
-These ops compute nothing themselves. They take the rows of their sequences out of the stored tensors as a carried
-state, run `lattn::decode` or `lattn::replay` from it, and store what `carry.to_carry` makes of the result: what
-`lc.linear_attention` does under the same policy. That is why packed and emulated have the same bits. They have no
-gradient.
+Values are looked at, and refused, where they lie on a CPU: slots, lengths, cursors and gates. On a device nobody waits
+for them, so a CUDA graph can record a step that Triton kernels serve: a sequence whose slot there is not has NaN for
+outputs and writes nothing, lengths are clamped, and two sequences in one slot are a race.
+
+A kernel for packed rows (`dispatch.packed`) steps them where they lie. Where there is none, these ops compute nothing
+themselves. They take the rows of their sequences out of the stored tensors as a carried state, run `lattn::decode` or
+`lattn::replay` from it, and store what `carry.to_carry` makes of the result: what `lc.linear_attention` does under the
+same policy. That is why packed and emulated have the same bits. They have no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lattn_compile.carry import Call, carried, to_carry
-from lattn_compile.errors import DtypeError, ShapeError, StateError, surfacing
-from lattn_compile.ops.segments import split
-from lattn_compile.ops.validate import Geometry, Tensors, check_call
+from lattn_compile.errors import DtypeError, ShapeError, StateError, UnsupportedError, surfacing
+from lattn_compile.formats import parse
+from lattn_compile.formats.quantizer import Quantizer
+from lattn_compile.ops import dispatch
+from lattn_compile.ops.call import GATE_DTYPES
+from lattn_compile.ops.segments import Segments, split
+from lattn_compile.ops.validate import Geometry, Tensors, check_call, check_gates, check_lengths
 from lattn_compile.packed.layout import Carried, Heads, compute_dtype, handed_over, names, pack, shapes, unpack
-from lattn_compile.packed.rows import Rows, check_rows
+from lattn_compile.packed.rows import Rows, check_rows, check_slots
 
-__all__ = ["OPS", "advance"]
+__all__ = ["OPS", "OPTIONS", "advance", "checked"]
 
 OPS = {"exact": "decode_", "token": "decode_", "replay": "replay_", "two_precision": "replay_"}
 """The op of each write mode that has a packed form."""
@@ -55,7 +64,7 @@ _POLICY = 'str write, str state_format="fp32"'
 _ROUNDING = (
     'str rounding="nearest", int seed=0, str? feedback=None, str? rotation=None, int site_id=0, int padding_slot=-1'
 )
-_OPTIONS = (
+OPTIONS = (
     f'str rule="delta", float scale, bool qk_l2norm=False, {_POLICY}, str readout="before_write", '
     f'str implementation="auto", {_ROUNDING}, str? gate=None'
 )
@@ -65,12 +74,12 @@ _WINDOW = "int window, str? factors=None, str? anchor=None"
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 for _name, _signature in (
-    ("decode_", f"{_STEP}, *, {_OPTIONS}) -> Tensor"),
-    ("replay_", f"{_STEP}, *, {_OPTIONS}, {_WINDOW}) -> Tensor"),
+    ("decode_", f"{_STEP}, *, {OPTIONS}) -> Tensor"),
+    ("replay_", f"{_STEP}, *, {OPTIONS}, {_WINDOW}) -> Tensor"),
     (
         "flush_",
         f'({_STATE}, {_IDENTITY}, *, int[] heads, str decay="none", bool has_beta=False, str rule="delta", '
-        f"{_POLICY}, {_ROUNDING}, {_WINDOW}) -> ()",
+        f'{_POLICY}, str implementation="auto", {_ROUNDING}, {_WINDOW}) -> ()',
     ),
 ):
     torch.library.define(f"lattn::{_name}", _signature, tags=_TAGS)
@@ -157,16 +166,34 @@ def _checked(x: _Step, call: Call) -> tuple[Geometry, Heads, dict[str, Tensor]]:
     H, HV, K, V = (int(n) for n in (geometry.heads, geometry.value_heads, geometry.key_dim, geometry.value_dim))
     heads = Heads(H, HV, K, V, decay, x.beta is not None)
     stored = named(x.state, x.cursor, call, heads)
-    if (have := compute_dtype(stored)) is not geometry.dtype and have in {y.dtype for y in x.state}:
+    if geometry.dtype is torch.float64 and compute_dtype(stored) is torch.float32 in {y.dtype for y in x.state}:
         raise DtypeError(
             "state",
-            got=f"scales and records in {have}",
-            want=f"{geometry.dtype}, in which the inputs are computed",
-            remedy="A packed state of a float64 computation is made with dtype=torch.float64, any other without.",
+            got="scales and records in float32",
+            want="float64, in which float64 inputs are computed",
+            remedy="Make the packed state of a float64 computation with dtype=torch.float64, or convert the inputs.",
         )
-    check_rows(x.cursor, x.state_indices, x.has_initial_state, geometry.sequences)
+    check_rows(x.q.device, x.cursor, x.state_indices, x.has_initial_state, geometry.sequences)
     _check_position(x.position, x.cursor, call)
     return geometry, heads, stored
+
+
+def checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Sequence[Tensor],
+    cursor: Tensor,
+    **options: Any,
+) -> tuple[Geometry, Heads, dict[str, Tensor]]:
+    """The sizes of a step in which sequence i's slot is i, and the stored tensors by name.
+
+    Raises:
+        ShapeError, DtypeError, SequenceError, StateError: as the ops do before they look at values.
+    """
+    return _checked(_Step(q, k, v, g, beta, state, cursor, *[None] * 6), _call(options))
 
 
 def named(state: Sequence[Tensor], cursor: Tensor, call: Call, heads: Heads) -> dict[str, Tensor]:
@@ -174,6 +201,7 @@ def named(state: Sequence[Tensor], cursor: Tensor, call: Call, heads: Heads) -> 
 
     Raises:
         StateError: another number of tensors than the policy has. ShapeError: made for other sizes or another policy.
+    DtypeError: on another device than the cursor.
     """
     want = names(call, has_decay=heads.decay != "none", has_beta=heads.has_beta)
     if len(state) != len(want):
@@ -186,12 +214,26 @@ def named(state: Sequence[Tensor], cursor: Tensor, call: Call, heads: Heads) -> 
     stored = dict(zip(want, state, strict=True))
     for name, (dtype, size) in shapes(call, heads, compute_dtype(stored)).items():
         x, shape = stored[name], [cursor.shape[0], *size]
-        if list(x.shape) != shape or x.dtype is not dtype or not x.is_contiguous():
+        if x.device != cursor.device:
+            raise DtypeError(
+                f"state[{name}]",
+                got=str(x.device),
+                want=f"{cursor.device}, where the cursor lies",
+                remedy="Move the whole state: state.to(device).",
+            )
+        if list(x.shape) != shape or x.dtype is not dtype:
             raise ShapeError(
                 f"state[{name}]",
-                got=f"{x.dtype} {list(x.shape)}{'' if x.is_contiguous() else ', not contiguous'}",
-                want=f"{dtype} {shape}, contiguous",
+                got=f"{x.dtype} {list(x.shape)}",
+                want=f"{dtype} {shape}",
                 remedy="This packed state was made for other sizes, or for another policy.",
+            )
+        if any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
+            raise ShapeError(
+                f"state[{name}]",
+                got=f"strides {list(x.stride())}: several values in one place",
+                want="memory of its own for every value",
+                remedy="An expanded tensor cannot be written to: pass a clone.",
             )
     return stored
 
@@ -208,44 +250,110 @@ def _check_position(position: Tensor | None, cursor: Tensor, call: Call) -> None
         )
 
 
-def _at(x: Tensor, rows: Rows, otherwise: int) -> Tensor:
-    """The slots' own numbers `[N]`, `otherwise` where nothing is stored."""
-    if not x.shape[0]:
-        return x.new_full(rows.slot.shape, otherwise)
-    return torch.where(rows.stored, x[rows.slot], otherwise)
+def _work(
+    call: Call, device: torch.device, dtype: torch.dtype, heads: Heads, inputs: torch.dtype, site_id: int
+) -> dispatch.Work:
+    """What a kernel for packed rows is chosen by; `quantize` is the state's, in two_precision the read copy's."""
+    quantize = None
+    if call.write != "exact":
+        fmt = parse(call.state_format)
+        quantize = Quantizer(fmt, call.rounding, call.feedback, call.rotation, call.seed, site_id)
+    return dispatch.Work(device, dtype, heads.K, heads.V, quantize, call.factors, call.window or 0, inputs)
+
+
+def _kernel(call: Call, work: dispatch.Work, stored: dict[str, Tensor]) -> ModuleType | None:
+    """A kernel that steps packed rows where they lie; None: they are taken out, stepped and put back.
+
+    Raises:
+        UnsupportedError: implementation "triton", and there is none for this call.
+    """
+    for name, x in stored.items():
+        if not x.is_contiguous():
+            if call.implementation != "triton":
+                return None
+            raise UnsupportedError(
+                "implementation",
+                got=f"'triton' with a state[{name}] of strides {list(x.stride())}",
+                want="contiguous rows [slots, HV, K, V] on the Triton path",
+                remedy="Take implementation='auto' (a policy's kernel='auto'), or allocate the state key-first.",
+            )
+    return dispatch.packed(call.implementation, work, write=call.write)
+
+
+def _written(call: Call, work: dispatch.Work) -> dict[str, Any]:
+    """How a kernel for packed rows writes."""
+    window = {"window": call.window, "factors": call.factors, "anchor": call.anchor}
+    return {"write": call.write, "quantize": work.quantize, **window}
+
+
+def _check_values(x: _Step, geometry: Geometry, call: Call, padding_slot: int) -> None:
+    """What the reference refuses by value, for a kernel that looks at none: slots, lengths, cursors and gates that lie
+    on a CPU."""
+    check_slots(x.state_indices, x.cursor.shape[0], padding_slot)
+    cursor = None
+    if x.cursor.device.type == "cpu":
+        rows = Rows.of(x.cursor, x.state_indices, x.has_initial_state, geometry.sequences, padding_slot)
+        cursor = rows.read(x.cursor, -1)
+    t = Tensors(x.q, x.k, x.v, x.g, x.beta, None, x.cu_seqlens, None, x.sequence_lengths, cursor, x.position)
+    check_lengths(t, geometry, cursor_end=call.window or 1)
+    segments = split(geometry.batch, geometry.tokens, x.cu_seqlens, None, x.sequence_lengths, x.q.device)
+    check_gates(x.g, lambda: segments.rows(geometry.flat_tokens))
 
 
 def _step(*arguments: Any, **options: Any) -> Tensor:
     x, call = _Step(*arguments), _call(options)
     geometry, heads, stored = _checked(x, call)
-    rows = Rows.of(x.cursor, x.state_indices, x.has_initial_state, geometry.sequences, options.get("padding_slot", -1))
+    padding = options.get("padding_slot", -1)
+    settings = {
+        "rule": options.get("rule", "delta"),
+        "scale": options["scale"],
+        "qk_l2norm": options.get("qk_l2norm", False),
+        "site_id": options.get("site_id", 0),
+    }
+    dtype = torch.float64 if compute_dtype(stored) is torch.float64 else geometry.dtype
+    work = _work(call, x.q.device, dtype, heads, x.q.dtype, settings["site_id"])
+    if (kernel := _kernel(call, work, stored)) is not None:
+        _check_values(x, geometry, call, padding)
+        g = x.g if x.g is None or call.gate is None else x.g.to(GATE_DTYPES[call.gate]).to(x.g.dtype)
+        del settings["site_id"]
+        tokens = (x.q, x.k, x.v, g, x.beta)
+        slots = (x.cursor, x.state_indices, x.has_initial_state)
+        options = {**settings, **_written(call, work), "readout": call.readout, "padding_slot": padding}
+        out: Tensor = kernel.step(*tokens, stored, *slots, x.cu_seqlens, x.sequence_lengths, **options)
+        return out
+    rows = Rows.of(x.cursor, x.state_indices, x.has_initial_state, geometry.sequences, padding)
     lengths = x.sequence_lengths
-    size = split(geometry.batch, geometry.tokens, x.cu_seqlens, None, lengths, x.q.device).total
-    if not bool(rows.live.all()):
-        lengths = size = torch.where(rows.live, size, 0)
-    rule = options.get("rule", "delta")
-    cursor = _at(x.cursor, rows, -1)
-    seen = None if x.position is None else _at(x.position, rows, 0)
-    before = unpack({name: rows.read(y) for name, y in stored.items()}, call, cursor, heads, rule=rule, position=seen)
+    segments = split(geometry.batch, geometry.tokens, x.cu_seqlens, None, lengths, x.q.device)
+    size = segments.total
+    if x.state_indices is not None:
+        # Lengths as they were given, for the op below to refuse those that are none.
+        lengths = torch.where(rows.live, size if lengths is None else lengths.to(size), 0)
+        size = torch.where(rows.live, size, 0)
+    cursor = rows.read(x.cursor, -1)
+    seen = None if x.position is None else rows.read(x.position)
+    before = unpack(
+        {name: rows.read(y) for name, y in stored.items()}, call, cursor, heads, rule=settings["rule"], position=seen
+    )
     random = call.rounding == "stochastic"
     o, after = advance(
         before,
         call,
         x[:5],
-        rule=rule,
-        scale=options["scale"],
-        qk_l2norm=options.get("qk_l2norm", False),
-        site_id=options.get("site_id", 0),
+        **settings,
         cu_seqlens=x.cu_seqlens,
         sequence_lengths=lengths,
         position=seen if random else None,
         sequence_ids=x.sequence_ids if random else None,
     )
+    writer = rows.writer(size > 0)
     for name, y in pack(after, call).items():
-        rows.write(stored[name], y, size > 0)
-    rows.write(x.cursor, torch.zeros_like(cursor) if isinstance(after, Tensor) else after.cursor, size > 0)
+        writer.write(stored[name], y)
+    writer.write(x.cursor, torch.zeros_like(cursor) if isinstance(after, Tensor) else after.cursor)
     if x.position is not None and seen is not None:
-        rows.write(x.position, seen + size, size > 0)
+        writer.write(x.position, seen + size)
+    if x.state_indices is not None:
+        lost = Segments(segments.begin, segments.prefix, torch.where(rows.lost, segments.total, 0))
+        o.masked_fill_(lost.rows(geometry.flat_tokens).view(*o.shape[:2], 1, 1), torch.nan)
     return o
 
 
@@ -266,7 +374,6 @@ def _sizes(heads: Sequence[int], decay: str, has_beta: bool) -> Heads:
     return Heads(key_heads, value_heads, key_dim, value_dim, decay, has_beta)
 
 
-@torch.library.impl("lattn::flush_", "default")
 def _flush(
     state: Sequence[Tensor],
     cursor: Tensor,
@@ -284,12 +391,19 @@ def _flush(
     stored = named(state, cursor, call, sizes)
     _check_position(position, cursor, call)
     sequences = cursor.shape[0] if state_indices is None else state_indices.shape[0]
-    check_rows(cursor, state_indices, None, sequences)
-    rows = Rows.of(cursor, state_indices, None, sequences, options.get("padding_slot", -1))
-    at = _at(cursor, rows, -1)
-    if call.window is None or not bool((at > 0).any()):
+    check_rows(cursor.device, cursor, state_indices, None, sequences)
+    if OPS[call.write] != "replay_" or call.window in (None, 1):
+        return  # nothing is ever pending
+    padding = options.get("padding_slot", -1)
+    work = _work(call, cursor.device, compute_dtype(stored), sizes, torch.float32, options.get("site_id", 0))
+    if (kernel := _kernel(call, work, stored)) is not None:
+        check_slots(state_indices, cursor.shape[0], padding)
+        own = {"heads": heads, "decay": decay, "has_beta": has_beta, "rule": rule, "padding_slot": padding}
+        kernel.flush(stored, cursor, state_indices, **own, **_written(call, work))
         return
-    seen = None if position is None else _at(position, rows, 0)
+    rows = Rows.of(cursor, state_indices, None, sequences, padding)
+    at = rows.read(cursor, -1)
+    seen = None if position is None else rows.read(position)
     before = unpack({name: rows.read(y) for name, y in stored.items()}, call, at, sizes, rule=rule, position=seen)
     assert not isinstance(before, Tensor)
     made = handed_over(
@@ -301,9 +415,13 @@ def _flush(
         position=seen,
         sequence_ids=sequence_ids,
     )
+    writer = rows.writer(at > 0)
     for name, y in made.items():
-        rows.write(stored[name], y, at > 0)
-    rows.write(cursor, torch.zeros_like(at), at > 0)
+        writer.write(stored[name], y)
+    writer.write(cursor, torch.zeros_like(at))
+
+
+torch.library.impl("lattn::flush_", "default", _flush)
 
 
 @torch.library.register_fake("lattn::flush_")

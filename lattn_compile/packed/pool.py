@@ -6,7 +6,8 @@
     indices = pool.indices([slot, None])                             # int32 [N] for this step; None is padding
     o = pool[path].step(q, k, v, g, beta, state_indices=indices)     # in every layer
 
-A free slot's content is never looked at and never cleaned. Nothing here reads a device tensor but copies of whole rows.
+A free slot's content is never looked at and never cleaned. Which slots are live is known on the host, so nothing here
+waits for a device; `indices(slots, out=buffer)` fills the buffer that a CUDA graph reads.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lattn_compile.errors import ShapeError, StateError
+from lattn_compile.errors import DtypeError, SequenceError, ShapeError, StateError
 from lattn_compile.packed.layout import Heads
 from lattn_compile.packed.state import QuantizedState
 from lattn_compile.site_policy import Policy
@@ -30,11 +31,13 @@ PADDING = -1
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A sequence outside the pool: one row of each site, and what was staged. `StatePool.restore` takes it in."""
+    """A sequence outside the pool: one row of each site, what was staged, and its name in stochastic rounding.
+    `StatePool.restore` takes it in."""
 
     rows: dict[str, QuantizedState]
     exact: dict[str, Tensor]
     seen: int
+    sequence_id: int
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +50,7 @@ class StatePool:
     Args:
         sites: by name, the policy and the sizes of each layer's recurrence; the order numbers the sites for stochastic
             rounding. rules: by name, where the rule is not "delta".
-        slots: how many sequences may live at a time.
+        slots: how many sequences may live at a time. v_first: codes lie in memory as `[slots, HV, V, K]`.
 
     Raises:
         StateError: no slots. PolicyError, FormatError: a policy without a packed form, or sizes that do not fit it.
@@ -61,6 +64,7 @@ class StatePool:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         rules: Mapping[str, str] | None = None,
+        v_first: bool = False,
     ) -> None:
         if type(slots) is not int or slots < 1:
             raise StateError("slots", got=repr(slots), want="an int of at least 1", remedy="One slot a live sequence.")
@@ -69,8 +73,9 @@ class StatePool:
         for number, (name, (policy, heads)) in enumerate(sites.items()):
             state = QuantizedState(policy, site_id=number)
             rule = (rules or {}).get(name, "delta")
-            self._states[name] = state.allocate(heads, slots, device=device, dtype=dtype, rule=rule)
+            self._states[name] = state.allocate(heads, slots, device=device, dtype=dtype, rule=rule, v_first=v_first)
         self._free = list(range(slots))[::-1]
+        self._names: dict[int, int] = {}
         self._staged: dict[int, tuple[dict[str, Tensor], int]] = {}
 
     def __getitem__(self, site: str) -> QuantizedState:
@@ -93,8 +98,10 @@ class StatePool:
         """A slot for a sequence that starts at zero; `sequence_id` names it in stochastic rounding.
 
         Raises:
-            StateError: every slot is taken.
+            StateError: every slot is taken, or no such name.
         """
+        if type(sequence_id) is not int or not -(2**63) <= sequence_id < 2**63:
+            raise StateError("sequence_id", got=repr(sequence_id), want="an int64", remedy="A number of your choice.")
         if not self._free:
             raise StateError(
                 "slot",
@@ -103,6 +110,7 @@ class StatePool:
                 remedy="Free one, or swap a sequence out: swap_out(slot) keeps it outside the pool.",
             )
         slot = self._free.pop()
+        self._names[slot] = sequence_id
         for state in self._states.values():
             self._clear(state, slot)
             if state.sequence_ids is not None:
@@ -119,6 +127,7 @@ class StatePool:
         for state in self._states.values():
             self._clear(state, slot)
         self._staged.pop(slot, None)
+        del self._names[slot]
         self._free.append(slot)
 
     @staticmethod
@@ -139,12 +148,13 @@ class StatePool:
                 )
 
     def stage(self, slot: int, exact: Mapping[str, Tensor], *, seen: int = 0) -> None:
-        """What an exact prefill left of a sequence, `[HV, K, V]` for each site, exact until its first suffix token.
+        """Takes a copy of what an exact prefill left of a sequence, `[HV, K, V]` for each site. It is exact until the
+        sequence's first suffix token.
 
         A prefill in pieces starts the next one from `staged(slot)` and stages again. What was stored is given up.
 
         Raises:
-            StateError: no live slot, or a site is missing or one too many. ShapeError: not such a state.
+            StateError: no live slot, or a site is missing or one too many. ShapeError, DtypeError: not such a state.
         """
         self._live(slot)
         if exact.keys() != self._states.keys():
@@ -164,7 +174,16 @@ class StatePool:
                     want=str(want),
                     remedy="One sequence's state, heads first: [HV, K, V].",
                 )
-        self._staged[slot] = {name: x.to(self.dtype) for name, x in exact.items()}, seen
+            if not exact[name].dtype.is_floating_point or exact[name].dtype.itemsize == 1:
+                raise DtypeError(
+                    f"exact[{name!r}]",
+                    got=str(exact[name].dtype),
+                    want="a floating-point state",
+                    remedy="Pass what the prefill returned, not codes.",
+                )
+        # A row is a view of the prefill's batch, which would live as long as the row.
+        copies = {name: exact[name].to(self.device, self.dtype, copy=True) for name in self._states}
+        self._staged[slot] = copies, seen
         for state in self._states.values():
             self._clear(state, slot)
 
@@ -177,20 +196,42 @@ class StatePool:
         self._live(slot)
         return dict(self._staged.get(slot, ({}, 0))[0])
 
-    def indices(self, slots: Sequence[int | None]) -> Tensor:
+    def indices(self, slots: Sequence[int | None], *, out: Tensor | None = None) -> Tensor:
         """`state_indices` int32 `[N]` of a step in which every one of `slots` has a suffix token; None is padding.
 
         Staged states are handed over here, and released.
 
+        Args:
+            out: int32 `[N]`, N >= len(slots), written and returned: the buffer that a recorded step reads. What is left
+                of it is padding.
+
         Raises:
-            StateError: no live slot.
+            StateError: no live slot, or one of them twice. SequenceError: `out` is no such buffer.
         """
-        self._live(*(slot for slot in slots if slot is not None))
-        for slot in slots:
+        named = [slot for slot in slots if slot is not None]
+        self._live(*named)
+        if len(set(named)) != len(named):
+            raise StateError(
+                "slots",
+                got=str(list(slots)),
+                want="every slot once",
+                remedy="Two sequences that share a past need a copy of it each: copy(source, target).",
+            )
+        if out is not None and (out.dtype is not torch.int32 or out.dim() != 1 or out.shape[0] < len(slots)):
+            raise SequenceError(
+                "out",
+                got=f"{out.dtype} {list(out.shape)}",
+                want=f"int32 [N], N >= {len(slots)}",
+                remedy="Make it as long as the largest batch.",
+            )
+        for slot in named:
             if slot in self._staged:
                 self._hand_over(slot, *self._staged.pop(slot))
         numbers = [PADDING if slot is None else slot for slot in slots]
-        return torch.tensor(numbers, dtype=torch.int32, device=self.device)
+        if out is None:
+            return torch.tensor(numbers, dtype=torch.int32, device=self.device)
+        numbers += [PADDING] * (out.shape[0] - len(numbers))
+        return out.copy_(torch.tensor(numbers, dtype=torch.int32))
 
     def _hand_over(self, slot: int, exact: Mapping[str, Tensor], seen: int) -> None:
         for name, state in self._states.items():
@@ -228,7 +269,8 @@ class StatePool:
         where = self.device if device is None else torch.device(device)
         exact, seen = self._staged.get(slot, ({}, 0))
         rows = {name: state.index_select(0, at).to(where) for name, state in self._states.items()}
-        return Snapshot(rows, {name: x.to(where, copy=True) for name, x in exact.items()}, seen)
+        exact = {name: x.to(where, copy=True) for name, x in exact.items()}
+        return Snapshot(rows, exact, seen, self._names[slot])
 
     def restore(self, snapshot: Snapshot, slot: int) -> None:
         """`slot` goes on from where the snapshot was taken, as often as asked. It keeps its own name.
@@ -237,6 +279,14 @@ class StatePool:
             StateError: no live slot, or a snapshot of another pool's sites.
         """
         self._live(slot)
+        self._takes(snapshot)
+        for name, state in self._states.items():
+            _put(snapshot.rows[name].to(self.device), state, slot)
+        self._staged.pop(slot, None)
+        if snapshot.exact:
+            self._staged[slot] = {n: x.to(self.device, copy=True) for n, x in snapshot.exact.items()}, snapshot.seen
+
+    def _takes(self, snapshot: Snapshot) -> None:
         if snapshot.rows.keys() != self._states.keys():
             raise StateError(
                 "snapshot",
@@ -246,18 +296,13 @@ class StatePool:
             )
         for name, state in self._states.items():
             row = snapshot.rows[name]
-            if (row.policy, row.heads, row.rule) != (state.policy, state.heads, state.rule):
+            if (row.policy, row.heads, row.rule, row.dtype) != (state.policy, state.heads, state.rule, state.dtype):
                 raise StateError(
                     "snapshot",
-                    got=f"{name!r} of {row.policy!r}, {row.heads}, {row.rule!r}",
-                    want=f"of {state.policy!r}, {state.heads}, {state.rule!r}",
+                    got=f"{name!r} of {row.policy!r}, {row.heads}, {row.rule!r}, {row.dtype}",
+                    want=f"of {state.policy!r}, {state.heads}, {state.rule!r}, {state.dtype}",
                     remedy="Codes mean nothing under another policy: restore to a pool of the same model and recipe.",
                 )
-        for name, state in self._states.items():
-            _put(snapshot.rows[name].to(self.device), state, slot)
-        self._staged.pop(slot, None)
-        if snapshot.exact:
-            self._staged[slot] = {n: x.to(self.device, copy=True) for n, x in snapshot.exact.items()}, snapshot.seen
 
     def swap_out(self, slot: int, *, device: torch.device | str = "cpu") -> Snapshot:
         """The sequence leaves the pool for `device`; its slot is free."""
@@ -269,10 +314,10 @@ class StatePool:
         """A slot in which the sequence goes on under its own name.
 
         Raises:
-            StateError: every slot is taken.
+            StateError: every slot is taken, or a snapshot of another pool's sites.
         """
-        ids = next((row.sequence_ids for row in snapshot.rows.values() if row.sequence_ids is not None), None)
-        slot = self.allocate(sequence_id=0 if ids is None else int(ids[0]))
+        self._takes(snapshot)
+        slot = self.allocate(sequence_id=snapshot.sequence_id)
         self.restore(snapshot, slot)
         return slot
 

@@ -2,23 +2,35 @@
 
 A padding sequence has no slot; a fresh one has a slot whose content is somebody else's past. Neither's row is read:
 what they start from is zeros, made here. So NaN and rubbish in a free slot reach nobody.
+
+Nothing here waits for a device or has a size that depends on values, so a CUDA graph can record it. Slots are looked
+at, and refused, where they lie on a CPU. Elsewhere nobody looks: a sequence whose slot there is not has NaN for outputs
+and writes nothing, and two sequences in one slot leave the state of one of them there, or a mixture.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lattn_compile.errors import DtypeError, SequenceError, StateError
+from lattn_compile.ops.arguments import check_device
 from lattn_compile.ops.validate import INTEGERS
 
-__all__ = ["Rows", "check_rows"]
+__all__ = ["Rows", "Writer", "check_rows", "check_slots"]
 
 
-def check_rows(cursor: Tensor, state_indices: Tensor | None, has_initial_state: Tensor | None, sequences: int) -> None:
-    """Shapes and dtypes; values are looked at when the op runs.
+def check_rows(
+    device: torch.device,
+    cursor: Tensor,
+    state_indices: Tensor | None,
+    has_initial_state: Tensor | None,
+    sequences: int,
+) -> None:
+    """Shapes, dtypes and devices; values are looked at when the op runs.
 
     Raises:
         DtypeError, SequenceError, StateError: naming the argument.
@@ -29,6 +41,13 @@ def check_rows(cursor: Tensor, state_indices: Tensor | None, has_initial_state: 
             got=f"{cursor.dtype} {list(cursor.shape)}",
             want="int32 [slots]",
             remedy="It is one of the tensors of a packed state: pass them together.",
+        )
+    if cursor.device != device:
+        raise DtypeError(
+            "cursor",
+            got=str(cursor.device),
+            want=f"q's device {device}",
+            remedy="Move the whole state: state.to(device).",
         )
     if state_indices is None and cursor.shape[0] != sequences:
         raise SequenceError(
@@ -50,63 +69,18 @@ def check_rows(cursor: Tensor, state_indices: Tensor | None, has_initial_state: 
             raise SequenceError(
                 name, got=str(list(x.shape)), want=f"[N] = [{sequences}], one a sequence", remedy="Give one a sequence."
             )
+        check_device(name, x, device)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """The sequences of one call, and their slots.
+def check_slots(state_indices: Tensor | None, count: int, padding_slot: int) -> None:
+    """Where they lie on a CPU, whether every sequence that is not padding has a slot of its own among `count`.
 
-    Attributes:
-        slot: int64 `[N]`, 0 for padding. live: bool `[N]`, not padding. stored: bool `[N]`, live and not fresh: its
-            slot holds a state of its own.
+    Raises:
+        StateError: a slot that there is not, or one slot for two sequences.
     """
-
-    slot: Tensor
-    live: Tensor
-    stored: Tensor
-
-    @staticmethod
-    def of(
-        cursor: Tensor,
-        state_indices: Tensor | None,
-        has_initial_state: Tensor | None,
-        sequences: int,
-        padding_slot: int,
-    ) -> Rows:
-        """
-        Raises:
-            StateError: a slot that there is not, or one slot for two sequences.
-        """
-        device = cursor.device
-        if state_indices is None:
-            slot = torch.arange(sequences, device=device)
-            live = torch.ones(sequences, dtype=torch.bool, device=device)
-        else:
-            given = state_indices.to(device=device, dtype=torch.int64)
-            live = (given != padding_slot) & (given != -1)
-            _check_slots(given[live], cursor.shape[0], padding_slot)
-            slot = torch.where(live, given, 0)
-        stored = live if has_initial_state is None else live & has_initial_state.to(device)
-        if cursor.shape[0]:
-            stored = stored & (cursor[slot] >= 0)
-        return Rows(slot, live, stored)
-
-    def read(self, x: Tensor) -> Tensor:
-        """The rows `[N, ...]` of `x [slots, ...]`, new memory; zeros where nothing is stored."""
-        out = x.new_zeros(self.slot.shape[0], *x.shape[1:])
-        rows = self.stored.nonzero().squeeze(1)
-        if rows.numel():
-            _bytes(out).index_copy_(0, rows, _bytes(x).index_select(0, self.slot[rows]))
-        return out
-
-    def write(self, x: Tensor, values: Tensor, rows: Tensor) -> None:
-        """`values [N, ...]` of the sequences `rows` (bool `[N]`) to their slots of `x [slots, ...]`, in place."""
-        rows = (rows & self.live).nonzero().squeeze(1)
-        if rows.numel():
-            _bytes(x).index_copy_(0, self.slot[rows], _bytes(values.to(x.dtype)).index_select(0, rows))
-
-
-def _check_slots(slots: Tensor, count: int, padding_slot: int) -> None:
+    if state_indices is None or state_indices.device.type != "cpu":
+        return
+    slots = state_indices[(state_indices != padding_slot) & (state_indices != -1)]
     if bool(((slots < 0) | (slots >= count)).any()):
         raise StateError(
             "state_indices",
@@ -121,6 +95,88 @@ def _check_slots(slots: Tensor, count: int, padding_slot: int) -> None:
             want="a slot of its own for each sequence",
             remedy="Two sequences that share a past need a copy of it each: copy the slot.",
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The sequences of one call, and their slots.
+
+    Attributes:
+        slot: int64 `[N]`, 0 for padding. live: bool `[N]`, it has a slot. stored: bool `[N]`, live and not fresh: its
+            slot holds a state of its own. lost: bool `[N]`, neither live nor padding.
+    """
+
+    slot: Tensor
+    live: Tensor
+    stored: Tensor
+    lost: Tensor
+
+    @staticmethod
+    def of(
+        cursor: Tensor,
+        state_indices: Tensor | None,
+        has_initial_state: Tensor | None,
+        sequences: int,
+        padding_slot: int,
+    ) -> Rows:
+        """
+        Raises:
+            StateError: where the indices lie on a CPU: no such slot, or one slot for two sequences.
+        """
+        count, device = cursor.shape[0], cursor.device
+        if state_indices is None:
+            slot = torch.arange(sequences, device=device)
+            live = torch.ones(sequences, dtype=torch.bool, device=device)
+            lost = ~live
+        else:
+            check_slots(state_indices, count, padding_slot)
+            given = state_indices.to(device=device, dtype=torch.int64)
+            named = (given != padding_slot) & (given != -1)
+            live = named & (given >= 0) & (given < count)
+            slot = torch.where(live, given, 0)
+            lost = named & ~live
+        stored = live if has_initial_state is None else live & has_initial_state.to(device)
+        if count:
+            stored = stored & (cursor.index_select(0, slot) >= 0)
+        return Rows(slot, live, stored, lost)
+
+    def read(self, x: Tensor, otherwise: int = 0) -> Tensor:
+        """The rows `[N, ...]` of `x [slots, ...]`, new memory; `otherwise` where nothing is stored."""
+        if not x.shape[0]:
+            return x.new_full((self.slot.shape[0], *x.shape[1:]), otherwise)
+        rows = _bytes(x).index_select(0, self.slot)
+        # 0 is all bytes 0 in every dtype; another number is asked for of ints only.
+        kept = torch.where(self.stored.view(-1, *(1,) * (x.dim() - 1)), rows, otherwise)
+        return kept.view(x.dtype)
+
+    def writer(self, rows: Tensor) -> Writer:
+        """Writes the slots of the sequences `rows` (bool `[N]`)."""
+        rows = rows & self.live
+        number = torch.arange(rows.shape[0], device=rows.device)
+        # Of a sequence that is not written, the number of one that is: to write that one twice changes nothing.
+        source = torch.where(rows, number, rows.to(torch.uint8).argmax(0)) if rows.shape[0] else number
+        some = rows.any()
+        return Writer(source, torch.where(some, self.slot.index_select(0, source), 0), some)
+
+
+class Writer(NamedTuple):
+    """Which sequence's value is written to which slot.
+
+    Attributes:
+        source, slot: int64 `[N]`. A slot may be named twice, with one source. some: bool `[]`, whether any is written.
+    """
+
+    source: Tensor
+    slot: Tensor
+    some: Tensor
+
+    def write(self, x: Tensor, values: Tensor) -> None:
+        """`values [N, ...]` to `x [slots, ...]`, in place."""
+        if not x.shape[0] or not self.source.shape[0]:
+            return
+        old, new = _bytes(x), _bytes(values.to(x.dtype)).index_select(0, self.source)
+        # If none is written, slot 0 is, with what it holds.
+        old.index_copy_(0, self.slot, torch.where(self.some, new, old[:1]))
 
 
 def _bytes(x: Tensor) -> Tensor:

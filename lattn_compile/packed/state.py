@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -12,9 +13,11 @@ from torch.utils import _pytree as pytree
 from lattn_compile.carry import Call
 from lattn_compile.errors import SequenceError, StateError
 from lattn_compile.ops.segments import split
+from lattn_compile.ops.validate import INTEGERS, Tensors, check_call
 from lattn_compile.packed import ops
 from lattn_compile.packed.layout import Heads
-from lattn_compile.packed.rows import Rows
+from lattn_compile.packed.rows import Rows, check_rows
+from lattn_compile.packed.step import is_one_step
 from lattn_compile.packed.stored import StoredState, no_gradient
 from lattn_compile.site_policy import Policy
 from lattn_compile.state import as_bytes, from_bytes, nbytes
@@ -100,14 +103,45 @@ class QuantizedState(StoredState):
         Arguments as `lc.linear_attention` and `lattn::decode_` have them. A sequence without a state of its own
         (cursor -1, nothing staged) starts at zero.
 
+        The arithmetic is that of `lc.linear_attention`: float32, or float64 if any input or the state is. A call that
+        is refused leaves the state as it was.
+
         Raises:
             UnsupportedError: an input requires a gradient. StateError: drafts wait to be accepted, or other sizes or
-            gates than before. ShapeError, DtypeError, SequenceError: bad input.
+            gates than before. ShapeError, DtypeError, SequenceError: bad input, float64 for a float32 state included.
         """
         self._ready(q, k, v, g, beta)
+        tokens, numbers = (q, k, v, g, beta), (cu_seqlens, sequence_lengths, state_indices, has_initial_state)
+        options = {
+            "rule": rule,
+            "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+            "qk_l2norm": use_qk_l2norm_in_kernel,
+            "padding_slot": padding_slot,
+        }
+        if torch.compiler.is_compiling():  # attributes change when the whole graph has run
+            return self._step(tokens, numbers, options)
+        before = dict(self.__dict__)
+        try:
+            return self._step(tokens, numbers, options)
+        except BaseException:
+            # What was made on the way, slots or a hand-over, is of tensors of its own.
+            self.__dict__.update(before)
+            raise
+
+    def _step(
+        self,
+        tokens: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+        numbers: tuple[Tensor | None, ...],
+        options: dict[str, Any],
+    ) -> Tensor:
+        o: Tensor
+        (q, k, v, g, beta), rule = tokens, options["rule"]
+        cu_seqlens, sequence_lengths, state_indices, has_initial_state = numbers
         decay = "none" if g is None else "head" if g.dim() == 3 else "channel"
         heads = Heads(q.shape[2], v.shape[2], q.shape[3], v.shape[3], decay, beta is not None)
-        dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+        # As the ops have it: float64 if anything is.
+        double = any(x is not None and x.dtype is torch.float64 for x in (*tokens, self.exact))
+        dtype = torch.float64 if double else torch.float32
         if self.cursor is None:
             sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             self.allocate(heads, sequences, device=q.device, dtype=dtype, rule=rule)
@@ -118,15 +152,26 @@ class QuantizedState(StoredState):
                 want=f"{self.heads}, {self.rule}, for which it was made",
                 remedy="Every call of a site has the same sizes, gates and rule.",
             )
+        assert self.cursor is not None
         if self.exact is not None:
             if q.shape[1] == 0:
                 return q.new_empty(v.shape)
-            if dtype is torch.float64:
-                self.exact = self.exact.to(dtype)  # a library's prefill may have been float32 all the same
+            geometry = check_call(Tensors(*tokens, None, cu_seqlens, None, sequence_lengths, None))
+            check_rows(q.device, self.cursor, state_indices, has_initial_state, geometry.sequences)
+            self.exact = self.exact.to(dtype)  # a library's prefill may have been float32 all the same
             self._hand_over(heads, rule, q, cu_seqlens, sequence_lengths, state_indices)
         self.heads, self.rule = heads, rule
+        if torch.compiler.is_compiling() and is_one_step(self.call, q, numbers):
+            options = {**options, **self.call.op_options(), "site_id": self.site_id}
+            o, stored, cursor = torch.ops.lattn.decode_packed.default(
+                *tokens, list(self.tensors.values()), self.cursor, **options
+            )
+            for old, new in zip(self.tensors.values(), stored, strict=True):
+                old.copy_(new)
+            self.cursor.copy_(cursor)
+            return o
         op: Any = getattr(torch.ops.lattn, ops.OPS[self.call.write])
-        o: Tensor = op(
+        o = op(
             q,
             k,
             v,
@@ -140,11 +185,8 @@ class QuantizedState(StoredState):
             sequence_lengths,
             self.position,
             self._ids(state_indices),
-            rule=rule,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            qk_l2norm=use_qk_l2norm_in_kernel,
             site_id=self.site_id,
-            padding_slot=padding_slot,
+            **options,
             **self.call.op_options(),
         )
         return o
@@ -152,13 +194,24 @@ class QuantizedState(StoredState):
     def _ready(self, *inputs: Tensor | None) -> None:
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
             raise no_gradient("step")
+        self._no_drafts()
+
+    def _no_drafts(self) -> None:
         if self.draft is not None:
             raise StateError(
                 "state",
-                got="a step while drafts wait",
+                got="another call while drafts wait",
                 want="accept() after every verify()",
                 remedy="accept(0) drops them all.",
             )
+
+    def stage(self, exact: Tensor, *, seen: int | Tensor = 0) -> Self:
+        self._no_drafts()
+        return super().stage(exact, seen=seen)
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        self._no_drafts()  # a copy would be without them
+        return super()._map(fn)
 
     def _ids(self, state_indices: Tensor | None) -> Tensor | None:
         if self.sequence_ids is None or state_indices is None:
@@ -199,7 +252,7 @@ class QuantizedState(StoredState):
         if self.call.window is None or self.cursor is None or not self.tensors:
             return
         h = self._known()
-        unused = ("readout", "implementation", "gate")
+        unused = ("readout", "gate")
         options = {name: x for name, x in self.call.op_options().items() if name not in unused}
         torch.ops.lattn.flush_(
             list(self.tensors.values()),
@@ -240,12 +293,18 @@ class QuantizedState(StoredState):
         if indices is None or self.cursor is None:
             shadow = self.clone()
         else:  # of a pool, the sequences' own rows are enough
+            cu = options.get("cu_seqlens")
+            sequences = q.shape[0] if cu is None else cu.shape[0] - 1
+            check_rows(q.device, self.cursor, indices, options.get("has_initial_state"), sequences)
             rows = Rows.of(self.cursor, indices, None, indices.shape[0], options.get("padding_slot", -1))
             shadow = self.index_select(0, rows.slot)
-            own = torch.arange(indices.shape[0], device=indices.device)
-            here = {**options, "state_indices": torch.where(rows.live, own, -1), "padding_slot": -1}
+            number = torch.arange(rows.slot.shape[0], device=rows.slot.device)
+            own = torch.where(rows.live, number, torch.where(rows.lost, rows.slot.shape[0], -1))
+            here = {**options, "state_indices": own, "padding_slot": -1}
         o = shadow.step(q, k, v, g, beta, **here)
-        self.draft = Draft((k, v, g, beta), options)
+        # An engine may fill the buffer of its slots anew before it accepts.
+        kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in options.items()}
+        self.draft = Draft((k, v, g, beta), kept)
         return o
 
     def accept(self, accepted: int | Tensor) -> None:
@@ -254,9 +313,10 @@ class QuantizedState(StoredState):
         The state is then that of `step` on the accepted tokens, bit for bit.
 
         Raises:
-            StateError: nothing was verified. SequenceError: more than were drafted.
+            StateError: nothing was verified. SequenceError: more than were drafted, where that lies on a CPU (elsewhere
+            it is clamped), or no number of them.
         """
-        draft, self.draft = self.draft, None
+        draft = self.draft
         if draft is None:
             raise StateError(
                 "accepted", got=str(accepted), want="a verify() before", remedy="step() needs no accept()."
@@ -264,17 +324,32 @@ class QuantizedState(StoredState):
         k, v, g, beta = draft.tokens
         cu, lengths = draft.options.get("cu_seqlens"), draft.options.get("sequence_lengths")
         drafted = split(k.shape[0], k.shape[1], cu, None, lengths, k.device).total
-        kept = torch.as_tensor(accepted, device=k.device).to(torch.int64).expand_as(drafted)
+        if type(accepted) is int:
+            kept = torch.full_like(drafted, accepted)
+        elif isinstance(accepted, Tensor) and accepted.dtype in INTEGERS and accepted.shape in ((), drafted.shape):
+            kept = accepted.to(drafted).expand_as(drafted)
+        else:
+            said = f"{accepted.dtype} {list(accepted.shape)}" if isinstance(accepted, Tensor) else repr(accepted)
+            raise SequenceError(
+                "accepted",
+                got=said,
+                want=f"an int, or an int32 or int64 tensor [N] = [{len(drafted)}]",
+                remedy="It counts drafts.",
+            )
         if kept.device.type == "cpu" and bool(((kept < 0) | (kept > drafted)).any()):
-            self.draft = draft
             raise SequenceError(
                 "accepted",
                 got=str(kept.tolist()),
                 want=f"0 to the drafted {drafted.tolist()}",
                 remedy="Count the drafts that were right, from the first one on.",
             )
-        # A query writes nothing; any will do.
-        self.step(k, k, v, g, beta, **{**draft.options, "sequence_lengths": kept})
+        self.draft = None
+        try:
+            # A query writes nothing; any will do.
+            self.step(k, k, v, g, beta, **{**draft.options, "sequence_lengths": kept})
+        except BaseException:
+            self.draft = draft
+            raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         children, context = _flatten(self)

@@ -123,15 +123,19 @@ class StoredState:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         rule: str = "delta",
+        v_first: bool = False,
     ) -> Self:
         """Slots that hold nothing, for sequences that start at zero; returns itself.
+
+        Args:
+            v_first: codes lie in memory value-first, `[slots, HV, V, K]`, as the pools of some engines do.
 
         Raises:
             FormatError, PolicyError: K or V does not fit the policy.
         """
         self.policy.check_shape(heads.K, heads.V)
         self.heads, self.rule, self.exact = heads, rule, None
-        self.tensors = empty(self.call, heads, slots, device, dtype)
+        self.tensors = empty(self.call, heads, slots, device, dtype, v_first=v_first)
         self._number(slots, device)
         return self
 
@@ -145,13 +149,27 @@ class StoredState:
                 stochastic rounding is keyed by it.
 
         Raises:
-            ShapeError: not such a state. UnsupportedError: one that a gradient flows through.
+            ShapeError, DtypeError: not such a state. UnsupportedError: one that a gradient flows through.
         """
         if exact.requires_grad and torch.is_grad_enabled():
             raise no_gradient("exact")
         if exact.dim() != 4:
             raise ShapeError(
                 "exact", got=str(list(exact.shape)), want="[N, HV, K, V]", remedy="One state a sequence and head."
+            )
+        if not exact.dtype.is_floating_point or exact.dtype.itemsize == 1:
+            raise DtypeError(
+                "exact",
+                got=str(exact.dtype),
+                want="a floating-point state",
+                remedy="Pass what the prefill returned, not codes.",
+            )
+        if self.heads is not None and tuple(exact.shape[1:]) != (self.heads.HV, self.heads.K, self.heads.V):
+            raise ShapeError(
+                "exact",
+                got=str(list(exact.shape)),
+                want=f"[N, HV, K, V] = [N, {self.heads.HV}, {self.heads.K}, {self.heads.V}], as before",
+                remedy="Every state of a site has the same sizes.",
             )
         ids = self.sequence_ids
         self.tensors, self.exact = {}, exact if exact.dtype is torch.float64 else exact.float()

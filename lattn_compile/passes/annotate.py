@@ -30,7 +30,7 @@ def run(context: PassContext) -> None:
                     site.reason = reason("EXPLICIT_POLICY")
             continue
         if recipe is None:
-            site.policy = prefill_policy(site.node) or Policy(write=Exact())
+            site.policy = prefill_policy(site.node) or Policy.from_op(site.arguments)
             continue
         site.rule_index, site.policy = recipe.resolve(site.id)
         if site.rule_index is not None:

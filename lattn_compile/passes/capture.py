@@ -9,8 +9,8 @@ Three tracers have to be reached, each in its own way:
 * Non-strict export runs Python, so while `capture()` is active the function's code object is swapped for a
   trampoline. That too reaches every bound reference, and it is undone on exit.
 * Everyone else (eager, other backends) is not affected. One exception: a call with a `QuantizedState` is one that the
-  library itself cannot make, so it becomes the op on the packed tensors under every tracer, and, once `serve_eagerly()`
-  was called, in eager code.
+  library itself cannot make, so it becomes the op on the packed tensors under every tracer, and, while somebody holds
+  what `serve_eagerly()` returned, in eager code.
 
 The captured node is the *exact* op: it means what the library function means. Policies are put on it later.
 """
@@ -24,6 +24,7 @@ import sys
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,7 +146,26 @@ class _Known:
 
 _KNOWN: dict[int, _Known] = {}
 _ACTIVE_CAPTURES = 0
-_SERVING = False  # whether eager calls are looked at for packed states
+
+
+class Serving:
+    """While it lives, eager calls of known functions are looked at for packed states. A copy is the thing itself."""
+
+    def __copy__(self) -> Serving:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Serving:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (serve_eagerly, ())
+
+
+def _nobody() -> Serving | None:
+    return None
+
+
+_SERVING: Callable[[], Serving | None] = _nobody
 
 
 def _modules(pattern: str) -> Iterator[types.ModuleType]:
@@ -183,7 +203,7 @@ def install() -> None:
             torch.compiler.substitute_in_graph(function, skip_signature_check=True)(_stand_in(known))
             if _ACTIVE_CAPTURES:
                 _swap(known)
-            elif _SERVING:
+            elif _SERVING() is not None:
                 _rest(known)
 
 
@@ -317,19 +337,33 @@ def run_captured(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def run_served(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a known function runs in eager code once `serve_eagerly` was called."""
+    """What a known function runs in eager code while packed states are served there."""
     known = _KNOWN[index]
     if not serving.carries(args, kwargs):
         return known.copy(*args, **kwargs)
     return _serve(known.key, known.kind, known.call.form, known.call.adapter(*args, **kwargs), "")
 
 
-def serve_eagerly() -> None:
-    """From now on, known functions called in eager code take a packed state. For the whole process, and for good."""
+def serve_eagerly() -> Serving:
+    """While the returned object lives, known functions called in eager code take a packed state, in the whole process.
+
+    Everyone who makes packed states for eager code keeps it. When nobody does, the functions are as they were.
+    """
     global _SERVING
     install()
     with _LOCK:
-        _SERVING = True
+        held = _SERVING()
+        if held is None:
+            held = Serving()
+            _SERVING = weakref.ref(held)
+            weakref.finalize(held, _put_back).atexit = False
+            _put_back()
+    return held
+
+
+def _put_back() -> None:
+    """Every known function runs what it runs while nothing is captured."""
+    with _LOCK:
         if _ACTIVE_CAPTURES == 0:
             for known in _KNOWN.values():
                 _rest(known)
@@ -361,7 +395,7 @@ def _swap(known: _Known) -> None:
 
 def _rest(known: _Known) -> None:
     """What the function runs while nothing is captured."""
-    known.function.__code__ = _trampoline(known, "run_served") if _SERVING else known.code
+    known.function.__code__ = _trampoline(known, "run_served") if _SERVING() is not None else known.code
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ _INSIDE = frozenset((_BEGIN, _END, "_add_batch_dim", "_remove_batch_dim", "lazy_
 
 def without_vmap(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of `module` with its vmapped sections written out; `module` itself where there are none, or where one
-    cannot be (symbolic sizes, random numbers, other transforms in it)."""
+    cannot be (random numbers, other transforms in it)."""
     if not any(_functorch(n) == _BEGIN for n in module.graph.nodes):
         return module
     if any((name := _functorch(n)) is not None and name not in _INSIDE for n in module.graph.nodes):
@@ -149,10 +149,8 @@ class _Runner(fx.Interpreter):
 
 
 def _plain(v: Any) -> bool:
-    """A tensor of known sizes, or a number."""
-    if isinstance(v, Tensor):
-        return all(isinstance(n, int) for n in v.shape)
-    return isinstance(v, (int, float, bool))
+    """A tensor, or a number."""
+    return isinstance(v, (Tensor, int, float, bool, torch.SymInt))
 
 
 def _known(node: fx.Node) -> bool:
@@ -160,7 +158,7 @@ def _known(node: fx.Node) -> bool:
         return node.op in ("placeholder", "get_attr", "output")
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return getattr(target, "__name__", "") == "getitem"
+        return getattr(target, "__module__", "") == "_operator"  # of several results, or of sizes
     return torch.Tag.nondeterministic_seeded not in target.tags
 
 

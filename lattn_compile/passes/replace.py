@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lattn_compile.modes import PREFILL_OPTIONS
 from lattn_compile.ops import CHECKPOINT_EVERY, checkpoint_interval
 from lattn_compile.passes import capture
 from lattn_compile.passes.context import PassContext, SiteNode, graph_modules_of, shape_of
@@ -61,7 +62,8 @@ def _choose(site: SiteNode) -> tuple[Any, dict[str, Any]]:
         stored = {torch.bfloat16: "bf16", torch.float16: "fp16"}[site.proposal.state_dtype]
         return torch.ops.lattn.decode, {**options, "write": "token", "state_format": stored, "readout": "before_write"}
     if isinstance(site.policy.write, Exact) or site.all_prefix:
-        return site.node.target, {name: options[name] for name in ("implementation", "gate") if name in options}
+        kept = ("implementation", "gate", *PREFILL_OPTIONS)
+        return site.node.target, {name: options[name] for name in kept if name in options}
     if site.policy.op_form == "replay" and site.arguments["write"] == "exact":
         options["keep_ring"] = False  # by recipe: a site that hands its state on to a dense cache has no such policy
     return getattr(torch.ops.lattn, site.policy.op_form), options

@@ -65,7 +65,7 @@ class Launch:
 
 @dataclass
 class Built:
-    """Resources of a compiled kernel, and the body of its longest loop as machine instructions (NVIDIA only).
+    """Resources of a compiled kernel, its machine instructions and those of its longest loop (NVIDIA only).
 
     `layout` is that of most of its four-dimensional fp32 tensors, the pieces of a state; "" without any. `text` is its
     PTX, "" on AMD.
@@ -98,6 +98,7 @@ class Built:
 
     registers: int | None = None
     stack: int | None = None
+    sass: list[str] = field(default_factory=list)
     loop: list[str] = field(default_factory=list)
 
     def count(self, *prefixes: str) -> int:
@@ -164,7 +165,8 @@ def build(launch: Launch, target: str) -> Built:
             path = Path(folder) / "kernel.cubin"
             path.write_bytes(compiled.asm["cubin"])
             usage = _tool("cuobjdump", "-res-usage", str(path))
-            built.loop = _longest_loop(_tool("cuobjdump", "-sass", str(path)))
+            lines = _instructions(_tool("cuobjdump", "-sass", str(path)))
+            built.sass, built.loop = [text for _, text in lines], _longest_loop(lines)
         built.registers = int(re.findall(r"REG:(\d+)", usage)[0])
         built.stack = int(re.findall(r"STACK:(\d+)", usage)[0])
     return built
@@ -207,12 +209,16 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([_tools() / name, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def _longest_loop(sass: str) -> list[str]:
-    """Instructions between a backward branch and its target, predicates dropped."""
-    lines = [
+def _instructions(sass: str) -> list[tuple[int, str]]:
+    """Addresses and instructions, predicates dropped."""
+    return [
         (int(at, 16), re.sub(r"^@!?U?P\d+ ", "", text.strip()))
         for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*?) ?;", sass)
     ]
+
+
+def _longest_loop(lines: list[tuple[int, str]]) -> list[str]:
+    """Instructions between a backward branch and its target."""
     best: list[str] = []
     for at, text in lines:
         target = re.match(r"BRA\S* .*?0x([0-9a-f]+)", text)

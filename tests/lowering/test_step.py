@@ -94,6 +94,27 @@ def test_what_is_not_one_plain_token_stays_the_op(change: dict[str, Any], tokens
     assert _step(tensors, *lengths, **options("decode", **change)) is NotImplemented
 
 
+@pytest.mark.parametrize("growth", [False, True])
+def test_a_positive_decay_is_nan_in_its_head_and_nowhere_else(growth: bool) -> None:
+    """The op raises where it can look; generated code shows it. Under growth the decay means what it says."""
+    tensors = inputs(tokens=1)
+    kwargs = options("decode", growth=growth)
+    want = _step(tensors, **kwargs)
+    tensors[3][1, 0, 2] = 1e-3
+    o, final, _ = _step(tensors, **kwargs)
+    if growth:
+        for a, b in zip((o, final), OPS["decode"](*tensors, *NONE, **kwargs), strict=False):
+            assert_close(a, b, "output")
+        return
+    with pytest.raises(lc.LattnError, match="log decay"):
+        OPS["decode"](*tensors, *NONE, **kwargs)
+    assert o[1, 0, 2].isnan().all()
+    assert final[1, 2].isnan().all()
+    o[1, 0, 2], final[1, 2] = want[0][1, 0, 2], want[1][1, 2]
+    assert torch.equal(o, want[0])
+    assert torch.equal(final, want[1])
+
+
 def _serve(policy: str | lc.Policy | None, rule: str = "delta") -> Any:
     def serve(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None) -> Tensor:
         o, final = lc.linear_attention(
@@ -137,9 +158,9 @@ def _assert_codes_alike(ours: Tensor, theirs: Tensor, spec: str) -> None:
     assert_close(a["state_scale"], b["state_scale"], "scales", 2 * 2**-16)
 
 
-@pytest.mark.parametrize("spec", FORMATS)
-def test_a_compiled_rounding_is_the_codec_bit_for_bit(spec: str) -> None:
-    """Nothing but the rounding happens to the state (k = 0, no decay): every code and edge rule must come out alike."""
+def test_a_compiled_rounding_is_the_codec_bit_for_bit() -> None:
+    """Nothing but the rounding happens to the states (k = 0, no decay): every code and edge rule must come out alike.
+    All formats in one graph, which is compiled once."""
     generator = torch.Generator().manual_seed(5)
     state = torch.randn(2, 64, 16, 24, generator=generator) * torch.logspace(-44, 30, 64)[:, None, None]
     state[0, 0, 0, 0], state[0, 1, 2, 3], state[0, 2, 1, 1] = math.nan, math.inf, -math.inf
@@ -149,13 +170,19 @@ def test_a_compiled_rounding_is_the_codec_bit_for_bit(spec: str) -> None:
     state[1, 7, 0] = 127.0
     zero = torch.zeros(2, 1, 64, 16)
     v = torch.zeros(2, 1, 64, 24)
-    policy = lc.Policy(parse(spec))
-    ours = state.clone()
+    steps = [_serve(lc.Policy(parse(spec)), "additive") for spec in FORMATS]
+
+    def serve(states: list[Tensor]) -> list[Tensor]:
+        return [step(ours, zero, zero, v, None, None) for step, ours in zip(steps, states, strict=True)]
+
+    states = [state.clone() for _ in FORMATS]
     with torch.no_grad():
-        _compiled(_serve(policy, "additive"))(ours, zero, zero, v, None, None)
-    want = parse(spec).qdq(state)
-    assert torch.equal(ours.nan_to_num(1e30), want.nan_to_num(1e30))
-    assert torch.equal(ours.isnan(), want.isnan())
+        _, (code,) = run_and_get_code(_compiled(serve), states)
+    assert "torch.ops.lattn" not in code
+    for spec, ours in zip(FORMATS, states, strict=True):
+        want = parse(spec).qdq(state)
+        assert torch.equal(ours.nan_to_num(1e30), want.nan_to_num(1e30)), spec
+        assert torch.equal(ours.isnan(), want.isnan()), spec
 
 
 def test_any_batch_and_gradients_go_through_one_graph() -> None:

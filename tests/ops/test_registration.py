@@ -62,6 +62,10 @@ def test_the_schema_is_the_contract(op: str) -> None:
         "feedback",
         "rotation",
         "gate",
+        "prefill_operands",
+        "prefill_inverse",
+        "prefill_residual",
+        "prefill_gradient",
     ]
     assert [a.name for a in schema.arguments if a.kwarg_only] == keywords
     assert not schema.is_mutable

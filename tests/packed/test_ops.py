@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -250,9 +251,12 @@ def test_tensors_of_another_policy_are_refused_by_name() -> None:
     del packed.tensors["state_scale"]
     with pytest.raises(StateError, match=r"got 1 tensors; want 2: codes, state_scale"):
         packed.step(run[0], slots)
-    packed.tensors["state_scale"] = scale.double()
-    with pytest.raises(DtypeError, match=r"dtype=torch\.float64"):
+    packed.tensors["state_scale"] = scale[:1].expand(7, -1, -1, -1)
+    with pytest.raises(ShapeError, match="several values in one place"):
         packed.step(run[0], slots)
+    packed.tensors["state_scale"] = scale
+    with pytest.raises(DtypeError, match=r"dtype=torch\.float64"):
+        packed.step(dataclasses.replace(run[0], tokens=[x.double() for x in run[0].tokens]), slots)
     stochastic, run = _ready(Policy(Int8(8), rounding="stochastic"))
     stochastic.position = None
     with pytest.raises(StateError, match="position"):

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lattn_compile.formats import Fp8, Int8
+from lattn_compile.errors import LattnError
+from lattn_compile.formats import Fp8, Int8, Nvfp4
 from lattn_compile.functional import linear_attention
 from lattn_compile.packed import layout
 from lattn_compile.packed.pool import StatePool
@@ -19,12 +20,13 @@ from lattn_compile.policy import Policy, Replay, TwoPrecision
 from lattn_compile.testing.inputs import make_inputs
 from tests.packed.cases import rubbish, same
 
-CASES = int(os.environ.get("LATTN_PROPERTY_CASES", "120"))
+CASES = int(os.environ.get("LATTN_SCHEDULES", "240"))
 POLICIES = {
     "token": Policy(Int8(4)),
     "token, stochastic": Policy(Fp8(8), rounding="stochastic", feedback="int8"),
     "replay": Policy(Int8(4), write=Replay(3, factors="int8")),
     "two precisions": Policy(write=TwoPrecision(3, read=Int8(4), anchor="bf16")),
+    "nvfp4 replay": Policy(Nvfp4(), write=Replay(4), readout="after_write"),
 }
 H, HV, K, V = 1, 2, 8, 4
 SITE, OTHER = "a", "b"  # two sites: their slots must not come apart
@@ -164,6 +166,41 @@ class Schedule:
                     assert error <= (0 if self.pool[site].call.window is None else 1e-5 * want.norm())
         self.grow([s if s != cancelled else None for s in slots], accepted)
 
+    def refused(self) -> None:
+        """A call that nobody should make: it is refused by name and leaves every byte as it was."""
+        slots = [slot for slot in self.live if not self.pool.staged(slot)]
+        if not slots:
+            return
+        n, length = len(slots), 2
+        state, indices = self.pool[SITE], torch.tensor(slots)
+        x = self.tokens(n, length)
+        bad: dict[str, Any] = {
+            "slot": {"state_indices": torch.where(indices == slots[-1], self.pool.slots, indices)},
+            "twice": {"state_indices": torch.cat([indices, indices[:1]])},
+            "length": {"sequence_lengths": torch.full((n,), length + 1)},
+            "has": {"has_initial_state": torch.ones(n, dtype=torch.int32)},
+            "floats": {"state_indices": indices.float()},
+        }
+        name = self.rng.choice((*bad, "gate", "sizes", "gates", "double"))
+        if name == "twice":
+            x = self.tokens(n + 1, length)
+        elif name == "gate":
+            x[3][-1, -1, -1] = 0.5
+        elif name == "sizes":
+            x[2] = x[2][..., :-1]
+        elif name == "gates":
+            x = x[:4]
+        elif name == "double":
+            x[3] = x[3].double()
+        before = _bytes(state.held())
+        call = self.rng.choice((state.step, state.verify))
+        try:
+            call(*x, **{"state_indices": indices, **bad.get(name, {})})
+        except LattnError:
+            assert before == _bytes(state.held()) and state.draft is None, name
+            return
+        raise AssertionError(f"{call.__name__} took {name!r}")
+
     def flush(self) -> None:
         slots = [slot for slot in self.live if self.rng.random() < 0.5 and not self.pool.staged(slot)]
         for site in self.pool:
@@ -214,7 +251,7 @@ class Schedule:
                         assert same(x[0], state.tensors[name][slot]), (name, slot)
 
 
-_REST = ("flush", "copy", "free", "free", "swap", "check")
+_REST = ("flush", "copy", "free", "free", "swap", "check", "refused")
 
 
 def _padded(slots: list[int | None], x: Tensor) -> Tensor:

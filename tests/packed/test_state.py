@@ -6,6 +6,7 @@ import copy
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -213,10 +214,133 @@ def test_token_mode_drafts_have_the_bits_of_plain_decoding() -> None:
     assert same(o[:, :4].contiguous(), one) and equal(state, plain)
 
 
+MIXED = {
+    "bf16 with fp32 gates": (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32),
+    "fp16 and bf16": (torch.float16, torch.bfloat16, torch.float16, torch.bfloat16),
+    "fp32 with fp64 gates": (torch.float32, torch.float32, torch.float64, torch.float32),
+    "fp32 with fp64 beta": (torch.float32, torch.float32, torch.float32, torch.float64),
+    "bf16 queries, fp64 values": (torch.bfloat16, torch.float64, torch.bfloat16, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
+@any_policy
+def test_mixed_dtypes_are_computed_as_linear_attention_computes_them(policy: Policy, dtypes: Any) -> None:
+    """Whatever decides the arithmetic's dtype, from the first step on and after a prefill, staged in float64 too."""
+    emulated = Policy.from_dict({**policy.to_dict(), "storage": "emulated"})
+    double = torch.float64 in dtypes
+    plain = emulated.op_kwargs()["state_format"] == "bf16"  # whose codes are 16 bits, whatever was rounded to them
+    for staged in (None, torch.float32, torch.float64):
+        if plain and (double or staged is torch.float64):
+            continue
+        state, carried = QuantizedState(policy, site_id=2), None
+        if staged is not None:
+            carried = inputs(3, 1, key_dim=16, value_dim=24, dtype=staged)[5]
+            state.stage(carried)
+        for seed, count in enumerate((1, 2)):
+            q, k, v, g, beta = tokens(count, seed=seed)
+            x = [q.to(dtypes[0]), k.to(dtypes[0]), v.to(dtypes[1]), g.to(dtypes[2]), beta.to(dtypes[3])]
+            if isinstance(policy.write, Exact):
+                want, carried, _ = torch.ops.lattn.decode(*x, carried, None, None, None, None, scale=0.25)
+            else:
+                options: dict[str, Any] = {"site_id": 2, "output_final_state": True, "position": None if seed else 0}
+                want, carried = lc.linear_attention(*x, policy=emulated, initial_state=carried, **options)
+            assert same(state.step(*x), want)
+            assert state.dtype is (torch.float64 if double or staged is torch.float64 else torch.float32)
+            assert same(state.dense(), carried if isinstance(carried, Tensor) else carried.dense())
+
+
+def test_float64_inputs_to_a_float32_state_are_refused_by_name() -> None:
+    state = stepped(POLICIES["token"])
+    x = tokens(1)
+    before = state.clone()
+    with pytest.raises(DtypeError, match="float64, in which float64 inputs are computed"):
+        state.step(*x[:3], x[3].double(), x[4])
+    assert equal(state, before)
+
+
+BAD_CALLS: dict[str, Any] = {
+    "sizes": lambda x: ((x[0], x[1], x[2][..., :-1], *x[3:]), {}),
+    "keys": lambda x: ((x[0][..., :-1], x[1], *x[2:]), {}),
+    "a growing gate": lambda x: ((*x[:3], x[3] + 99, x[4]), {}),
+    "a gate too few": lambda x: ((*x[:4], None), {}),
+    "too long": lambda x: (x, {"sequence_lengths": torch.tensor([1, 9, 1])}),
+    "no such slot": lambda x: (x, {"state_indices": torch.tensor([0, 1, 3])}),
+    "a slot twice": lambda x: (x, {"state_indices": torch.tensor([0, 1, 1])}),
+    "fewer slots": lambda x: (x, {"state_indices": torch.tensor([0, 1])}),
+    "a word": lambda x: (x, {"rule": "gamma"}),
+    "no scale": lambda x: (x, {"scale": float("nan")}),
+    "ints": lambda x: ((x[0], x[1].int(), *x[2:]), {}),
+    "elsewhere": lambda x: ((x[0], x[1].to("meta"), *x[2:]), {}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+@pytest.mark.parametrize("policy", [POLICIES["token"], POLICIES["replay"]], ids=["token", "replay"])
+def test_a_refused_call_leaves_the_state_as_it_was(policy: Policy, name: str) -> None:
+    """Before the first step, staged, in mid-window, and while drafts are accepted."""
+    for make in (lambda: QuantizedState(policy), lambda: prefilled(policy)[0], lambda: stepped(policy)):
+        state = make()
+        if name in ("a gate too few", "sizes", "a word") and state.heads is None:
+            continue  # a call of another kind of layer, as far as anyone knows by then
+        before, attributes = {n: x.clone() for n, x in state.held().items()}, dict(state.__dict__)
+        x, options = BAD_CALLS[name](tokens(2, seed=4))
+        for call in (state.step, state.verify):
+            with pytest.raises(lc.LattnError):
+                call(*x, **options)
+            assert state.__dict__ == attributes
+            assert all(same(x, before[n]) for n, x in state.held().items()) and list(before) == list(state.held())
+        fresh, again = make(), tokens(2, seed=5)
+        assert same(state.step(*again), fresh.step(*again)) and equal(state, fresh)
+
+
+def test_drafts_that_could_not_be_accepted_still_wait() -> None:
+    state, plain = stepped(POLICIES["replay"]), stepped(POLICIES["replay"])
+    x = tokens(3, seed=4)
+    state.verify(*x)
+    for wrong in (4, -1, True, 1.0, [1, 1, 1], torch.tensor([1.0]), torch.tensor([1, 2]), torch.tensor([[1, 1, 1]])):
+        with pytest.raises(SequenceError, match="accepted"):
+            state.accept(wrong)  # type: ignore[arg-type]
+        assert state.draft is not None
+    broken = x[1].clone()
+    x[1].mul_(torch.inf)  # whoever fills a draft's buffer anew gets what he filled it with
+    x[1].copy_(broken)
+    with (
+        mock.patch.object(torch.ops.lattn, "replay_", side_effect=RuntimeError("out of memory")),
+        pytest.raises(RuntimeError),
+    ):
+        state.accept(2)
+    assert state.draft is not None
+    state.accept(2)
+    plain.step(*[y[:, :2] for y in x])
+    assert equal(state, plain)
+
+
+def test_the_slots_of_drafts_are_those_of_their_call() -> None:
+    """An engine fills its buffer of slots anew before it accepts."""
+    state = lc.QuantizedState(POLICIES["token"]).allocate(layout.Heads(2, 4, 16, 24, "head", True), 6)
+    plain = state.clone()
+    x, buffer = tokens(3, seed=4), torch.tensor([5, 0, 3])
+    state.verify(*x, state_indices=buffer)
+    buffer.fill_(-1)
+    state.accept(1)
+    plain.step(*[y[:, :1] for y in x], state_indices=torch.tensor([5, 0, 3]))
+    assert equal(state, plain)
+
+
 def test_waiting_drafts_are_not_forgotten() -> None:
     state = stepped(POLICIES["replay"])
     state.verify(*tokens(3))
-    for refused in (lambda: state.step(*tokens(1)), state.flush, lambda: state.verify(*tokens(1))):
+    waiting = (
+        lambda: state.step(*tokens(1)),
+        state.flush,
+        lambda: state.verify(*tokens(1)),
+        state.clone,
+        lambda: state.index_select(0, torch.tensor([0])),
+        lambda: state.stage(torch.zeros(3, 4, 16, 24)),
+        lambda: copy.deepcopy(state),
+    )
+    for refused in waiting:
         with pytest.raises(StateError, match="accept"):
             refused()
     with pytest.raises(StateError, match="drafts"):
@@ -290,6 +414,10 @@ def test_misuse_is_named() -> None:
         state.stage(torch.zeros(3, 4, 16, 24, requires_grad=True))
     with pytest.raises(ShapeError, match=r"\[N, HV, K, V\]"):
         state.stage(torch.zeros(4, 16, 24))
+    with pytest.raises(ShapeError, match="as before"):
+        state.stage(torch.zeros(3, 4, 24, 16))
+    with pytest.raises(DtypeError, match="not codes"):
+        state.stage(torch.zeros(3, 4, 16, 24, dtype=torch.int8))
     with pytest.raises(StateError, match="not known yet"):
         _ = QuantizedState(POLICIES["token"]).shape
     with pytest.raises(TypeError):

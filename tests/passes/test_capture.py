@@ -43,6 +43,8 @@ def test_fla_entry_points_and_models_with_fla_installed(cases: str) -> None:
 )
 def test_the_oldest_supported_transformers() -> None:
     selected = "(prefill or generation or phase) and not inductor"
+    if "LATTN_COMPILE_ALL" not in os.environ:  # one model of each kind
+        selected += " and not qwen3_5 and not olmo_hybrid"
     _in_process("tests/test_models.py", "-k", selected, extra=os.environ["LATTN_TEST_HF517"])
 
 

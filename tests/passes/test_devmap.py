@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 import lattn_compile as lc
 from lattn_compile.passes.devmap import without_vmap
+from lattn_compile.testing.backend import recorded
 from tests.passes.spelled.harness import copies, gradients, rewrite_graph, worst_error
 from tests.passes.spelled.registry import make_args
 
@@ -115,3 +116,17 @@ def test_vmap_beside_ordinary_code_keeps_its_meaning_through_the_backend() -> No
     assert worst_error([compiled(x)], [fn(x)]) < 1e-6
     report = lc.last_report()
     assert report is not None and not report.sites
+
+
+def test_sizes_may_be_symbolic() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        over_heads, backend="lattn_compile", fullgraph=True, dynamic=True, options={"policy": "exact"}
+    )
+    args = tuple(x.requires_grad_() for x in make_args(2, "head"))
+    with recorded():
+        got = compiled(*args)
+    report = lc.last_report()
+    assert report is not None
+    assert [(s.rule, s.decay, s.verdict) for s in report.sites] == [("additive", "head", "rewritten")], str(report)
+    assert worst_error(got, over_heads(*args)) < 1e-5

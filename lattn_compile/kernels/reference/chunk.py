@@ -16,14 +16,18 @@ for per-channel decay.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from lattn_compile.formats.quantizer import Identity, Quantizer
 from lattn_compile.kernels.reference.adjoint import sweep_back
 from lattn_compile.kernels.reference.padding import scatter_
+from lattn_compile.kernels.reference.prefill import Prefix
 from lattn_compile.kernels.reference.span import Run, Tokens
 from lattn_compile.kernels.reference.writes import Writes
+from lattn_compile.modes import Prefill
 
 __all__ = ["backward", "forward"]
 
@@ -47,6 +51,8 @@ def forward(
     quantize: Quantizer | None,
     readout: str,
     identity: Identity | None = None,
+    prefill: Prefill | None = None,
+    measured: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Runs every sequence over its tokens.
 
@@ -64,6 +70,8 @@ def forward(
         quantize: the state becomes `quantize.qdq(state)` at each grid line; None is exact.
         readout: "before_write" or "after_write": the last token before a grid line reads the rounded state.
         identity: position of each sequence's first token, and its name: what keys stochastic rounding.
+        prefill: rounded operands and another inverse (`prefill.py`), of a call that is exact otherwise. measured: gets
+            the residuals of that inverse, float64 `[chunks, HV]`, a span of chunks at a time.
 
     Returns:
         The final state `[N, HV, K, V]`, new memory; of a sequence of length 0, its initial state bit for bit. Of one
@@ -71,9 +79,16 @@ def forward(
         write, which the caller encodes once. With `quantize`, a run cut on the grid gives the same bits as the uncut
         one.
     """
+    tokens = Tokens(q, k, v, g, beta)
+    if prefill is not None:
+        assert quantize is None and offsets is None, "a prefix has no grid"
+        prefix = Prefix(
+            tokens, (starts, lengths), state.dtype, rule=rule, scale=scale, qk_l2norm=qk_l2norm, prefill=prefill
+        )
+        return prefix.forward(state, o, measured)
     writes = None if quantize is None else Writes(chunk_size, quantize, identity, readout == "after_write")
     run = Run(
-        Tokens(q, k, v, g, beta),
+        tokens,
         (starts, lengths, offsets),
         state.dtype,
         rule=rule,
@@ -109,6 +124,7 @@ def backward(
     quantize: Quantizer | None,
     readout: str,
     identity: Identity | None = None,
+    prefill: Prefill | None = None,
 ) -> Tensor:
     """Adjoint of `forward`, from the same inputs. Rounding is an identity (straight-through, semantics §7).
 
@@ -122,9 +138,15 @@ def backward(
     Returns:
         Gradient of the initial state, `[N, HV, K, V]`, new memory.
     """
+    tokens = Tokens(q, k, v, g, beta)
+    if prefill is not None:
+        prefix = Prefix(
+            tokens, (starts, lengths), state.dtype, rule=rule, scale=scale, qk_l2norm=qk_l2norm, prefill=prefill
+        )
+        return prefix.backward(grad_o, grad_final, state, grads)
     writes = None if quantize is None else Writes(chunk_size, quantize, identity, readout == "after_write")
     run = Run(
-        Tokens(q, k, v, g, beta),
+        tokens,
         (starts, lengths, offsets),
         state.dtype,
         rule=rule,

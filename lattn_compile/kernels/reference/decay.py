@@ -28,7 +28,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["ChannelDecay", "HeadDecay", "OperandGrads"]
+__all__ = [
+    "ChannelDecay",
+    "HeadDecay",
+    "OperandGrads",
+    "pair_weights",
+    "prefix_sum_exclusive",
+    "suffix_sum",
+    "suffix_sum_exclusive",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,7 @@ class HeadDecay:
         self._g, self._groups, self._diagonal = g, groups, -1 if apart else 0
         self.from_start = self.to_end = self.whole = self._weights = None
         if g is not None:
-            self._weights = _pair_weights(g)
+            self._weights = pair_weights(g)
             self.from_start = g.cumsum(-1).exp()[..., None]
             # Row b - 1 of the weights is "to the last token", which is the block's end.
             self.to_end = self._weights[..., -1, :, None]
@@ -85,7 +93,7 @@ class HeadDecay:
         """`[B, H, G, b, b]`, strictly lower, in float64: see `wy.py`."""
         k = self.k_in.double()
         written = k if self.k_out is self.k_in else self.k_out.double()
-        weights = None if self._g is None else _pair_weights(self._g.double())
+        weights = None if self._g is None else pair_weights(self._g.double())
         return self._weigh(k @ written.mT, weights).tril(-1)
 
     def reads(self) -> Tensor:
@@ -118,7 +126,7 @@ class HeadDecay:
             return dq, dk, None
         # g_l is in the exponent of every pair j < l <= i. Summed pair by pair: the usual difference of two running
         # sums cancels under strong decay.
-        dg = _suffix_sum(grad.from_start, -1) + _prefix_sum_exclusive(grad.to_end, -1) + grad.whole[..., None]
+        dg = suffix_sum(grad.from_start, -1) + prefix_sum_exclusive(grad.to_end, -1) + grad.whole[..., None]
         dg[..., 1:] += pairs.cumsum(-1).tril(-1).sum(-2)[..., :-1]
         return dq, dk, dg
 
@@ -158,7 +166,7 @@ class ChannelDecay:
     def __init__(self, q: Tensor, k: Tensor, written: Tensor, g: Tensor, *, apart: bool) -> None:
         self._q, self._k, self._written, self._g = q, k, written, g
         self._key_heads, self._apart = q.shape[1], apart
-        self._from_start, self._to_end = g.cumsum(-2).exp(), _suffix_sum_exclusive(g, -2).exp()
+        self._from_start, self._to_end = g.cumsum(-2).exp(), suffix_sum_exclusive(g, -2).exp()
         self.q_in, self.k_in = self._times(self._from_start, q), self._times(self._from_start, k)
         self.k_out = self._times(self._to_end, written)
         self.whole = self._from_start[..., -1, :][..., None, None]
@@ -187,8 +195,8 @@ class ChannelDecay:
         diagonal = self._fold(own[..., None])
         dq = self._fold(grad.q_in * self._from_start) + diagonal * (self._written if grad.own is None else self._k)
         dk = self._fold(grad.k_in * self._from_start + grad.k_out * self._to_end) + diagonal * self._q
-        dg = _suffix_sum(grad.q_in * self.q_in + grad.k_in * self.k_in, -2)
-        dg += _prefix_sum_exclusive(grad.k_out * self.k_out, -2) + grad.whole[:, :, None]
+        dg = suffix_sum(grad.q_in * self.q_in + grad.k_in * self.k_in, -2)
+        dg += prefix_sum_exclusive(grad.k_out * self.k_out, -2) + grad.whole[:, :, None]
         for half, later, earlier in _levels(self._g):
             early_k = self._half(self._written, half, 0, earlier)
             late_q, g_reads = self._half(self._q, half, 1, later), _quadrants(dreads, half)
@@ -202,8 +210,8 @@ class ChannelDecay:
                 self._add_half(dk, half, 1, dlate * later)
                 exponent += dlate * late_k
             self._add_half(dk, half, 0, dearly * earlier)
-            _halves(dg, half)[..., 1, :, :] += _suffix_sum(exponent, -2)
-            _halves(dg, half)[..., 0, :, :] += _prefix_sum_exclusive(dearly * early_k, -2)
+            _halves(dg, half)[..., 1, :, :] += suffix_sum(exponent, -2)
+            _halves(dg, half)[..., 0, :, :] += prefix_sum_exclusive(dearly * early_k, -2)
         return dq, dk, dg
 
     @property
@@ -239,7 +247,7 @@ class ChannelDecay:
         _halves(total, half)[..., which, :, :] += self._fold(x)
 
 
-def _pair_weights(g: Tensor) -> Tensor:
+def pair_weights(g: Tensor) -> Tensor:
     """`w(j -> i)` for `j <= i`, 0 above the diagonal: `g [..., b]` to `[..., b, b]`."""
     size = g.shape[-1]
     ones = torch.ones(size, size, dtype=torch.bool, device=g.device)
@@ -256,7 +264,7 @@ def _levels(g: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     half = g.shape[-2] // 2
     while half:
         split = _halves(g, half)
-        yield half, split[..., 1, :, :].cumsum(-2).exp(), _suffix_sum_exclusive(split[..., 0, :, :], -2).exp()
+        yield half, split[..., 1, :, :].cumsum(-2).exp(), suffix_sum_exclusive(split[..., 0, :, :], -2).exp()
         half //= 2
 
 
@@ -271,17 +279,17 @@ def _quadrants(matrix: Tensor, half: int) -> Tensor:
     return split[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-def _suffix_sum(x: Tensor, dim: int) -> Tensor:
+def suffix_sum(x: Tensor, dim: int) -> Tensor:
     """Sum over positions `>= l`, as sums (a total minus a prefix would cancel)."""
     return x.flip(dim).cumsum(dim).flip(dim)
 
 
-def _suffix_sum_exclusive(x: Tensor, dim: int) -> Tensor:
+def suffix_sum_exclusive(x: Tensor, dim: int) -> Tensor:
     """Sum over positions `> l`."""
     return _shift(x.flip(dim).cumsum(dim), dim).flip(dim)
 
 
-def _prefix_sum_exclusive(x: Tensor, dim: int) -> Tensor:
+def prefix_sum_exclusive(x: Tensor, dim: int) -> Tensor:
     """Sum over positions `< l`."""
     return _shift(x.cumsum(dim), dim)
 

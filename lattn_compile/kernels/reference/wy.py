@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["SUB_BLOCK", "rounded_substitution", "unit_lower_inverse"]
+__all__ = ["SUB_BLOCK", "combined", "diagonal_blocks", "rounded_substitution", "unit_lower_inverse"]
 
 SUB_BLOCK = 16
 
@@ -33,25 +33,35 @@ def unit_lower_inverse(strict: Tensor) -> Tensor:
     Returns:
         `[..., n, n]`, unit lower triangular.
     """
-    size = strict.shape[-1]
-    width = min(size, SUB_BLOCK)
-    count = size // width
-    corners = strict.unflatten(-1, (count, width)).unflatten(-3, (count, width)).diagonal(dim1=-4, dim2=-2)
+    corners = diagonal_blocks(strict, SUB_BLOCK)
     # Rows and columns lead, so that one step of the substitution is a few long vector operations over all blocks. Each
     # finished row is taken out of all later ones by elementwise operations only: a block's bits must not depend on how
     # many blocks are computed with it (a run cut on the quantization grid equals the uncut one), and a reduction's do.
     corners = corners.movedim((-3, -2), (0, 1)).contiguous()
     small = torch.zeros_like(corners)
     small.diagonal().fill_(1)
-    for j in range(width - 1):
+    for j in range(small.shape[0] - 1):
         small[j + 1 :, : j + 1] -= corners[j + 1 :, j, None] * small[j, : j + 1]
-    small = small.movedim((0, 1), (-2, -1))
+    return combined(strict, small.movedim((0, 1), (-2, -1)))
+
+
+def diagonal_blocks(strict: Tensor, width: int) -> Tensor:
+    """View of `[..., n, n]`: its diagonal blocks of at most `width` rows, `[..., width, width, n / width]`."""
+    size = strict.shape[-1]
+    width = min(size, width)
+    count = size // width
+    return strict.unflatten(-1, (count, width)).unflatten(-3, (count, width)).diagonal(dim1=-4, dim2=-2)
+
+
+def combined(strict: Tensor, inverses: Tensor) -> Tensor:
+    """`(I + A)^-1` of A `[..., n, n]` from those of its diagonal blocks, `[..., n / width, width, width]`."""
+    count, width = inverses.shape[-3:-1]
     if count == 1:
-        return small.squeeze(-3)
+        return inverses.squeeze(-3)
     full = torch.zeros_like(strict)
     for b in range(count):
         lo, hi = b * width, (b + 1) * width
-        corner = small[..., b, :, :]
+        corner = inverses[..., b, :, :]
         full[..., lo:hi, lo:hi] = corner
         if b:
             full[..., lo:hi, :lo] = -corner @ (strict[..., lo:hi, :lo] @ full[..., :lo, :lo])

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from lattn_compile.passes.spelled.masks import ELEMENTWISE
 from lattn_compile.passes.spelled.smooth import can_smooth
 from lattn_compile.passes.spelled.subgraph import (
     Region,
@@ -33,16 +34,16 @@ def _words(text: str) -> frozenset[str]:
 
 
 _ANALYTIC = _words("""
-    bitwise_not logical_not bitwise_and logical_and bitwise_or logical_or
     add sub rsub mul multiply div divide true_divide neg reciprocal exp exp2 expm1 log log1p log2 sigmoid log_sigmoid
-    log_sigmoid_forward softplus silu tanh pow square sqrt rsqrt erf sin cos logaddexp logsumexp softmax log_softmax
+    log_sigmoid_forward softplus silu tanh pow square sqrt rsqrt erf sin cos
+    erfc special_ndtr atan logaddexp logsumexp softmax log_softmax
     mm bmm matmul einsum addmm baddbmm addbmm addmv mv dot vdot outer ger inner linear sum mean cumsum cumprod prod
     linalg_solve_triangular triangular_solve linalg_inv inverse linalg_vector_norm norm lerp addcmul addcdiv diff trace
     layer_norm native_layer_norm rms_norm tril triu diag diagonal diag_embed kron
     subtract negative linalg_vecdot linalg_matmul linalg_multi_dot chain_matmul tensordot addr cross linalg_cross
-    gelu mish linalg_solve linalg_solve_ex _linalg_solve_ex linalg_inv_ex
+    gelu mish nan_to_num linalg_solve linalg_solve_ex _linalg_solve_ex linalg_inv_ex
 """)
-"""Analytic in every tensor argument, on the domain where the values are finite."""
+"""Analytic in every tensor argument, on the domain where the values are finite, as nan_to_num is there."""
 
 _LAYOUT = _words("""
     view _unsafe_view reshape clone alias select slice narrow unsqueeze squeeze permute transpose t mT numpy_T
@@ -89,14 +90,19 @@ def vet(region: Region, data: Iterable[fx.Node], *, smooth: bool = True) -> set[
     Returns the nodes that depend on `data`.
     """
     tainted = set(data)
+    # Of booleans alone, element by element: both values of each are drawn, so such a function may be any.
+    chosen = {n for n in tainted if isinstance(n, fx.Node) and _boolean(n)}
     tainted.update(node for node, t in region.constants.items() if is_trained(t))
     for node in region.nodes:
         if node.op != "call_function" or is_symbolic(node):
             continue
         depends = any(n in tainted for n in sources(node))
         name = name_of(node)
+        of_chosen = depends and all(n in chosen for n in sources(node) if n in tainted)
         if name.startswith("higher_order::"):
             _vet_loop(node, name, region, tainted)
+        elif of_chosen and (f"aten::{name}" in ELEMENTWISE or name in _CASTS):
+            chosen.add(node)
         elif depends and smooth and can_smooth(node, name):
             region.smooth.add(node)
         elif isinstance(node.target, torch._ops.OpOverload):
@@ -105,7 +111,12 @@ def vet(region: Region, data: Iterable[fx.Node], *, smooth: bool = True) -> set[
             raise Rejected(f"{node} calls {name}, no ATen op")
         if depends:
             tainted.add(node)
+        if of_chosen and name in _LAYOUT:
+            chosen.add(node)
     return tainted
+
+
+_CASTS = _words("to _to_copy convert_element_type")
 
 
 def _vet_call(node: fx.Node, name: str, tainted: set[fx.Node], depends: bool) -> None:

@@ -321,6 +321,21 @@ def _log_decay(w: Writer, step: Step, groups: list[list[Label]], dtype: torch.dt
     (product,) = step.decay_terms
     if product.coefficient < 0.0:
         raise NoMatch("DECAY_RANGE", f"the decay has the factor {product.coefficient:g}", step.update)
+    mark = len(w.inserted)
+    try:
+        return _filled(w, _log_product(w, product, groups, dtype, step), groups)
+    except NoMatch:
+        w.undo(mark)
+        # One factor is no decay, all of them may be: (1 + tanh(x)) / 2.
+        total = _narrow(w, product, groups, dtype)
+        if not is_decay(total):
+            w.undo(mark)
+            raise
+        return _filled(w, _log_of_values(w, total), groups)
+
+
+def _log_product(w: Writer, product: Product, groups: list[list[Label]], dtype: torch.dtype, step: Step) -> fx.Node:
+    """The sum of the logs of the factors, one axis a label."""
     out: fx.Node | None = None
     for f in product.factors:
         x = _log_factor(w, f, groups, dtype)
@@ -330,12 +345,12 @@ def _log_decay(w: Writer, step: Step, groups: list[list[Label]], dtype: torch.dt
         if constant > 0.0:
             raise NoMatch("DECAY_RANGE", f"the decay is {product.coefficient:g}", step.update)
         size = [1] * sum(len(group) for group in groups)
-        out = w.call(aten.full.default, size, constant, dtype=dtype, device=_device(w))
-    elif constant != 0.0:
+        return w.call(aten.full.default, size, constant, dtype=dtype, device=_device(w))
+    if constant != 0.0:
         out = w.call(aten.add.Scalar, out, constant)
         if interval(out)[0] > 0.0:
             raise NoMatch("DECAY_RANGE", "the decay is greater than 1", step.update)
-    return _filled(w, out, groups)
+    return out
 
 
 def _mask_of(terms: list[Product]) -> Factor | None:
@@ -384,9 +399,10 @@ def _source(node: fx.Node) -> str:
 
 def _log_factor(w: Writer, f: Factor, groups: list[list[Label]], dtype: torch.dtype, function: str = "") -> fx.Node:
     """log of one factor of the decay, or the argument of `function` in it."""
-    if function or f.inverse:
-        log = _argument(w, f.node, function or "aten::exp", dtype)
-        log = log if function else w.call(aten.neg.default, log)
+    if function:
+        log = _argument(w, f.node, function, dtype)
+    elif f.inverse:
+        log = _log_of_inverse(w, f.node, dtype)
     else:
         log = _log(w, f.node, dtype)
     return w.to(_placed(w, Factor(log, f.index), [label for group in groups for label in group]), dtype)
@@ -412,7 +428,8 @@ def _log(w: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
             if interval(x)[0] > 0.0:
                 raise NoMatch("DECAY_RANGE", "the decay is greater than 1", node)
             return x if name == "aten::exp" else w.call(aten.mul.Scalar, x, math.log(2.0))
-        if is_view(node) or name in PICKS:
+        # What is picked by a tensor is not followed, where it need not be: no run could tell what it picks.
+        if is_view(node) or (name in PICKS and not (name == "aten::index_select" and is_decay(node))):
             return _again(w, node, _log(w, x, dtype))
         if name == "aten::mul" and rest and isinstance(rest[0], fx.Node):
             both = [y for y in (x, rest[0]) if isinstance(value(y), torch.Tensor)]
@@ -423,7 +440,7 @@ def _log(w: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         if name == "aten::rsub" and rest and rest[0] == 1 and name_of(x) == "aten::sigmoid":
             return w.call(aten.log_sigmoid.default, w.call(aten.neg.default, x.args[0]))
         if name == "aten::reciprocal":
-            return w.call(aten.neg.default, _argument(w, x, "aten::exp", dtype))
+            return _log_of_inverse(w, x, dtype)
         if name == "aten::pow" and rest and isinstance(rest[0], (int, float)) and rest[0] > 0 and interval(x)[0] >= 0.0:
             return w.call(aten.mul.Scalar, _log(w, x, dtype), rest[0])
     if name == "getitem" and isinstance(x, fx.Node) and name_of(x) in _SPLITS and value(node).dtype == dtype:
@@ -432,6 +449,16 @@ def _log(w: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     if not is_decay(node) and not (_source(node) == "aten::exp" and interval(node)[0] >= 0.0):
         raise NoMatch("DECAY_RANGE", f"the decay {node.name} lies in {_range(node)}", node)
     return _log_of_values(w, w.to(node, dtype))
+
+
+def _log_of_inverse(w: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """log of 1 / node, where that is 1 / exp(x), or certain to lie in [0, 1]."""
+    try:
+        return w.call(aten.neg.default, _argument(w, node, "aten::exp", dtype))
+    except NoMatch:
+        if value(node).dtype not in (torch.float32, torch.float64) or interval(node)[0] < 1.0:
+            raise
+    return w.call(aten.neg.default, w.call(aten.log.default, w.to(node, dtype)))
 
 
 def _log_of_values(w: Writer, x: fx.Node) -> fx.Node:

@@ -54,7 +54,8 @@ _NEW = frozenset(
 
 
 def canonicalize(gm: fx.GraphModule) -> None:
-    """Merge equal nodes of a functional graph, and read scattered values at their source."""
+    """Merge equal nodes of a functional graph, call each op by one name, and read scattered values at their source."""
+    _rename(gm.graph)
     _drop_identities(gm.graph)
     for _ in range(2):
         changed = _forward_writes(gm.graph)
@@ -62,6 +63,55 @@ def canonicalize(gm: fx.GraphModule) -> None:
         _merge(gm.graph)
         if not changed:
             break
+
+
+def _renamings() -> dict[Any, Any]:
+    """Overloads by which torch calls another op of the same arguments."""
+    names = {
+        "multiply": "mul",
+        "subtract": "sub",
+        "divide": "div",
+        "true_divide": "div",
+        "negative": "neg",
+        "absolute": "abs",
+        "clip": "clamp",
+        "greater": "gt",
+        "greater_equal": "ge",
+        "less": "lt",
+        "less_equal": "le",
+        "not_equal": "ne",
+        "ger": "outer",
+        "concat": "cat",
+        "moveaxis": "movedim",
+        "swapaxes": "transpose",
+        "swapdims": "transpose",
+        **{f"special_{name}": name for name in ("exp2", "expm1", "erf", "erfc", "log1p", "softmax", "log_softmax")},
+        "special_expit": "sigmoid",
+    }
+    found: dict[Any, Any] = {}
+    for other, name in names.items():
+        packet = getattr(aten, name)
+        for overload in getattr(aten, other).overloads():
+            to = {"swapaxes": "int", "swapdims": "int", "special_softmax": "int", "special_log_softmax": "int"}.get(
+                other, overload
+            )
+            if "out" not in overload and to in packet.overloads():
+                found[getattr(getattr(aten, other), overload)] = getattr(packet, to)
+    return found
+
+
+_RENAMED = _renamings()
+
+
+def _rename(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.target is aten.type_as.default and len(node.args) == 2:
+            # Its second argument is a dtype and no value, which would lie on a state's path.
+            x, like = (value(a) for a in node.args)
+            if x.device == like.device:
+                node.target, node.args = aten.to.dtype, (node.args[0], like.dtype)
+        elif node.op == "call_function" and not node.kwargs and node.target in _RENAMED:
+            node.target = _RENAMED[node.target]
 
 
 def _drop_identities(graph: fx.Graph) -> None:

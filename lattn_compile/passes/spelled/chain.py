@@ -14,7 +14,7 @@ from lattn_compile.passes.spelled.aten import CASTS, Index, is_snapshot, is_tens
 from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander, is_zero
 from lattn_compile.passes.spelled.labels import flat, same_size, unify
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch
-from lattn_compile.passes.spelled.reads import Read, fate_of, find_late_read, find_reads
+from lattn_compile.passes.spelled.reads import Read, fate_of, find_late_read, find_reads, same_elements
 from lattn_compile.passes.spelled.spine import candidates, path_between, roots_of, stored_origin
 from lattn_compile.passes.spelled.step import match_step
 from lattn_compile.passes.spelled.terms import simplify
@@ -80,7 +80,8 @@ def find_chains(index: Index, *, in_loop: bool = False) -> tuple[list[Chain], li
                 misses += _through_an_op(index, root, run[-1].update, steps)
                 continue
             if _is_source(root, steps):
-                misses.append(error.at(run[-1].update, steps=len(run)))
+                near = {x for s in run for n in s.path for x in (n, *n.all_input_nodes)}
+                misses.append(replace(error.at(run[-1].update, steps=len(run)), token=frozenset(near)))
             elif _lowest(root) != value(run[0].update).dtype and any(
                 _is_source(r, steps) for r in roots_of(index, stored_origin(root), steps)
             ):
@@ -95,7 +96,7 @@ def _told_once(misses: list[NearMiss]) -> list[NearMiss]:
     for miss in misses:
         module = tuple(miss.node.meta.get("nn_module_stack") or ())
         op = miss.stopped_at.rpartition(" ")[2]
-        told.setdefault((miss.reason.code, module, op) if miss.reason.code == "STATE_OP" else miss.node, miss)
+        told.setdefault((miss.reason.code, module, op) if miss.reason.code in _ONCE else miss.node, miss)
     return list(told.values())
 
 
@@ -103,6 +104,7 @@ def _followers_of(children: dict[fx.Node, list[Step]], step: Step) -> list[Step]
     return children.get(step.update, [])
 
 
+_ONCE = frozenset(["STATE_OP", "READ_BEFORE_WRITE"])
 _UNSEEN = frozenset(["STATE_ROUNDED", "ARITHMETIC_DTYPE"])
 
 
@@ -199,7 +201,8 @@ def _is_source(root: fx.Node, steps: Mapping[fx.Node, Any]) -> bool:
         if not isinstance(first, fx.Node):
             break
         origin = stored_origin(first)
-    return origin in steps or origin.op in ("placeholder", "get_attr") or not origin.all_input_nodes
+    made = origin in steps or origin.op in ("placeholder", "get_attr") or is_zero(origin)
+    return made or not origin.all_input_nodes
 
 
 def _worth_telling(
@@ -301,6 +304,7 @@ def _cut(
     return chains
 
 
+_CONTRACTIONS = frozenset(["aten::einsum", "aten::matmul", "aten::bmm"])
 _PARTS = frozenset(["aten::select", "aten::slice", "aten::unbind", "aten::split", "aten::chunk", "aten::index_select"])
 
 
@@ -313,8 +317,22 @@ def _refuse_unread(run: list[Step], reads: dict[fx.Node, tuple[list[Read], bool]
     if cut is not None:
         where = f"its parts are read one by one ({name_of(cut)}): one product has to read it for all heads"
         raise NoMatch("NOT_READ", where, run[-1].update)
+    if any(_read_with_a_bonus(step) for step in run):
+        raise NoMatch(
+            "READ_BEFORE_WRITE", "the state is read before the write, with a bonus for the token", run[-1].update
+        )
+    product = next((u for step in run for u in step.update.users if name_of(u) in _CONTRACTIONS), None)
+    if product is not None:
+        several = f"{product.name} is no product of a state with one query: several heads of queries read each state"
+        raise NoMatch("NOT_READ", several, run[-1].update)
     told = len(run) > 1 or any(p.factors for p in run[0].decay_terms)
     raise NoMatch("NOT_READ" if told else "NOT_A_STATE", "nothing reads the state", run[-1].update)
+
+
+def _read_with_a_bonus(step: Step) -> bool:
+    """Whether a sum of the previous state and something else than its update is read."""
+    sums = (u for u in step.root.users if u is not step.update and name_of(u) in ("aten::add", "aten::addcmul"))
+    return any(same_elements(u, step.update) and any(name_of(r) in _CONTRACTIONS for r in u.users) for u in sums)
 
 
 def _refuse_late_reads(index: Index, run: list[Step], reads: dict[fx.Node, tuple[list[Read], bool]]) -> None:

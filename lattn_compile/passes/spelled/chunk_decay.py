@@ -14,7 +14,7 @@ from lattn_compile.passes.spelled.scaled import real
 from lattn_compile.passes.spelled.subgraph import clean_state, extract, run
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["FixedDecay", "decay_of", "find_decay", "measured"]
+__all__ = ["FixedDecay", "decay_of", "find_decay", "is_fixed", "measured"]
 
 _ELEMENTS = 1 << 16
 _CLOSE = 1e-11
@@ -67,6 +67,15 @@ def decay_of(tables: Tables, decay: Tensor, values: Mapping[fx.Node, Tensor]) ->
 
 def _same_logs(own: Tensor, log: Tensor) -> bool:
     return own.numel() in (1, log.numel()) and float((own - log).abs().max()) <= 1e-9
+
+
+def is_fixed(o: Tensor, q: Tensor, k: Tensor) -> bool:
+    """Whether what a second token keeps of the first depends on the head alone: no token chooses it."""
+    if o.shape[1] < 2:
+        return False
+    overlap = (q * k[:, :1]).sum(-1, keepdim=True)
+    ratio = (o[:, 1] * overlap[:, 0]) / (o[:, 0] * overlap[:, 1])
+    return bool(torch.isfinite(ratio).all()) and float((ratio - ratio.mean((0, 2), keepdim=True)).abs().max()) <= 1e-9
 
 
 def measured(o: Tensor, q: Tensor, k: Tensor) -> Tensor | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from lattn_compile.passes.spelled.chunk_ops import ANALYTIC, PADS, name_of, sizes_of, sources
+from lattn_compile.passes.spelled.chunk_ops import PADS, is_analytic, name_of, sizes_of, sources
 from lattn_compile.passes.spelled.chunk_region import Survey
 
 __all__ = ["Grain", "grain_of"]
@@ -40,7 +40,7 @@ def grain_of(survey: Survey, exits: Sequence[fx.Node], core: set[fx.Node]) -> Gr
     stack, seen = list(exits), set(exits)
     while stack:
         node = stack.pop()
-        if node.op != "call_function" or name_of(node) not in ANALYTIC:
+        if not is_analytic(node):
             continue
         above = [n for n in sources(node) if not survey.is_constant(n)]
         if name_of(node) in PADS:

@@ -33,6 +33,9 @@ class _Eager:
     def expand(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         return x.expand(list(shape))
 
+    def ones(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        return like.new_ones(list(shape))
+
     def pad(self, x: Tensor, pad: list[int]) -> Tensor:
         return torch.nn.functional.pad(x, pad)
 
@@ -58,6 +61,11 @@ class Nodes(Writer):
 
     def shape(self, x: fx.Node) -> list[Any]:
         return list(value(x).shape)
+
+    def ones(self, shape: Sequence[Any], like: fx.Node) -> fx.Node:
+        v = value(like)
+        one = self.call(aten.full.default, [1] * len(shape), 1.0, dtype=v.dtype, device=v.device)
+        return self.expand(one, shape)
 
     def pad(self, x: fx.Node, pad: list[int]) -> fx.Node:
         return self.call(aten.constant_pad_nd.default, x, pad)

@@ -14,7 +14,7 @@ from lattn_compile.passes.spelled.writer import value
 
 __all__ = [
     "ANALYTIC", "CASTS", "CONTRACTIONS", "LAYOUT", "PADS", "PRODUCTS", "SOLVES", "STEPS", "WRITES",
-    "Constants", "alive_nodes", "name_of", "ones_dropped", "sizes_of", "sources", "users_of",
+    "Constants", "alive_nodes", "is_analytic", "name_of", "ones_dropped", "sizes_of", "sources", "users_of",
 ]  # fmt: skip
 
 
@@ -43,10 +43,18 @@ STEPS = _words("mul add sub rsub neg div where masked_fill tril triu cumsum cat 
 
 POINTWISE = _words("""
     mul add sub rsub neg div addcmul exp exp2 log log2 where masked_fill tril triu pow rsqrt sqrt reciprocal square lerp
-    diag_embed diagonal
+    diag_embed diagonal nan_to_num
 """)
 ANALYTIC = LAYOUT | PICKS | PADS | CASTS | JOINS | CONTRACTIONS | POINTWISE
 """May stand inside a region. No gate or norm of a layer around it: those end a region."""
+
+
+def is_analytic(node: fx.Node) -> bool:
+    """Whether a node may stand inside a region. One of several results may if the call may that it is a result of."""
+    if node.op != "call_function" or (name := name_of(node)) not in ANALYTIC:
+        return False
+    whole = node.args[0] if name == "getitem" else None
+    return not isinstance(whole, fx.Node) or name_of(whole) in ANALYTIC
 
 
 def sizes_of(node: fx.Node) -> tuple[int, ...] | None:
@@ -123,4 +131,5 @@ def users_of(node: fx.Node, alive: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _is_assertion(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and "_assert" in node.target._schema.name
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    return "_assert" in name or name == "aten::_linalg_check_errors"

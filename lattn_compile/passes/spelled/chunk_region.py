@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import torch
 from torch import fx
 
 from lattn_compile.passes.spelled.chunk_ops import (
-    ANALYTIC,
     CASTS,
     LAYOUT,
     PADS,
@@ -26,18 +27,26 @@ from lattn_compile.passes.spelled.chunk_ops import (
     WRITES,
     Constants,
     alive_nodes,
+    is_analytic,
     name_of,
     sizes_of,
     sources,
     users_of,
 )
+from lattn_compile.passes.spelled.chunk_sums import find_row_sums
 from lattn_compile.passes.spelled.chunk_tables import find_tables
 from lattn_compile.passes.spelled.chunk_views import Sizes, state_views, views
 from lattn_compile.passes.spelled.proposal import NoMatch
 from lattn_compile.passes.spelled.writer import value
 
+if TYPE_CHECKING:
+    from lattn_compile.passes.spelled.chunk_roles import Roles
+
 _REACH = 8
 """Steps between a product of two sequences and the contraction it is read by."""
+
+_READS = PRODUCTS | {"sum"}
+_MASKS = ("tril", "triu", "where", "masked_fill")
 
 _EXITS = 12
 """Candidate output sets that are looked at per region."""
@@ -52,6 +61,7 @@ class Boundary:
         states: nodes without a token axis that have the size of a state.
         statics: further inputs, which no token reaches: decays of a head, for instance.
         interior: nodes of the region that are no constants.
+        roles: what they were found to be.
     """
 
     sizes: Sizes
@@ -59,15 +69,17 @@ class Boundary:
     states: list[fx.Node] = field(default_factory=list)
     statics: list[fx.Node] = field(default_factory=list)
     interior: set[fx.Node] = field(default_factory=set)
+    roles: Roles | None = None
 
 
 class Survey:
     """One look at a graph: order, what is alive, what is constant, and the seeds by region."""
 
     def __init__(self, graph: fx.Graph, taken: set[fx.Node]) -> None:
+        self.sums = find_row_sums(graph)
         self.nodes = list(graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
-        self.alive = alive_nodes(graph)
+        self.alive = (alive_nodes(graph) - self.sums.hidden) | set(self.sums.products)
         self.constants = Constants()
         self.taken = taken
 
@@ -89,7 +101,7 @@ class Survey:
             if node.op != "call_function" or node not in self.alive or node in self.taken:
                 continue
             name = name_of(node)
-            if name not in ANALYTIC:
+            if not is_analytic(node):
                 continue
             found = {root(label[n]) for n in sources(node) if n in label and _path(n) == _path(node)}
             if self._is_seed(node, name):
@@ -110,7 +122,9 @@ class Survey:
         if name in SOLVES or name == "cumprod":
             return not self.is_constant(node)
         if name == "cumsum":
-            return not self.is_constant(node) and self._reaches(node, ("exp", "exp2"))
+            if self.is_constant(node):
+                return False
+            return self._reaches(node, ("exp", "exp2")) or (_is_outer(sources(node)[0]) and self._reaches(node, _READS))
         if name in PRODUCTS:
             factors = [n for n in sources(node) if not self.is_constant(n)]
             return len(factors) >= 2 and not any(map(_is_weight, factors)) and self._reaches(node, PRODUCTS | SOLVES)
@@ -129,6 +143,24 @@ class Survey:
             if not near:
                 return False
         return False
+
+    def masks_scores(self, node: fx.Node) -> bool:
+        """Whether a product of two sequences is masked, as a causal form is, before it meets a third."""
+        if name_of(node) not in PRODUCTS:
+            return False
+        near, masked = [node], False
+        for _ in range(_REACH):
+            near = [u for n in near for u in users_of(n, self.alive)]
+            if masked and any(name_of(u) in PRODUCTS for u in near):
+                return True
+            near = [u for u in near if name_of(u) in STEPS]
+            masked = masked or any(self._is_masking(u) for u in near)
+        return False
+
+    def _is_masking(self, node: fx.Node) -> bool:
+        factors = [n for n in sources(node) if sizes_of(n) is not None]
+        tables = any(value(n).dtype == torch.bool or self.is_constant(n) for n in factors)
+        return name_of(node) in _MASKS or (name_of(node) == "mul" and tables and len(factors) > 1)
 
     def is_constant(self, node: fx.Node) -> bool:
         return node in self.constants
@@ -149,7 +181,7 @@ class Survey:
             node = self.nodes[at]
             live = {n: until for n, until in live.items() if until > at}
             if node in self.alive and (node in core or any(n in below for n in self._sources(node))):
-                if node.op == "output" or (at >= last and name_of(node) not in ANALYTIC):
+                if node.op == "output" or (at >= last and not is_analytic(node)):
                     return
                 below.add(node)
                 live[node] = max((self.order[u] for u in users_of(node, self.alive)), default=at)
@@ -233,7 +265,7 @@ class Survey:
                     if not self._carries_tokens(n, sizes, opened):
                         rest[n] = None
                         continue
-                if n.op != "call_function" or name_of(n) not in ANALYTIC or n in self.taken:
+                if not is_analytic(n) or n in self.taken:
                     raise NoMatch("CHUNK_OPERATOR", f"{n} ({name_of(n) or n.op}) stands between the tokens and o", n)
                 found.interior.add(n)
                 stack.append(n)
@@ -279,7 +311,7 @@ class Survey:
         stack, seen = [node], {node}
         while stack:
             n = stack.pop()
-            if n in states or n.op != "call_function" or name_of(n) not in ANALYTIC or n in self.taken:
+            if n in states or not is_analytic(n) or n in self.taken:
                 leaves.append(n)
                 continue
             inside.append(n)
@@ -326,7 +358,7 @@ class Survey:
         stack, seen = [node], {node}
         while stack:
             n = stack.pop()
-            if n.op != "call_function" or name_of(n) not in ANALYTIC:
+            if not is_analytic(n):
                 continue
             for above in sources(n):
                 if above in seen or self.is_constant(above):
@@ -342,7 +374,7 @@ class Survey:
         made = {**dict.fromkeys([*boundary.states, *boundary.statics], False), **dict.fromkeys(boundary.tokens, True)}
         found: list[fx.Node] = []
         for node in self.nodes[min(map(self.order.__getitem__, made)) :]:
-            if node in made or node.op != "call_function" or name_of(node) not in ANALYTIC or node not in self.alive:
+            if node in made or not is_analytic(node) or node not in self.alive:
                 continue
             above = [n for n in sources(node) if not self.is_constant(n)]
             if (
@@ -362,7 +394,7 @@ class Survey:
         stack, seen = [node], {node}
         while stack:
             n = stack.pop()
-            if n.op != "call_function" or name_of(n) not in ANALYTIC or n in self.taken:
+            if not is_analytic(n) or n in self.taken:
                 continue
             for above in sources(n):
                 if above in tops:
@@ -383,6 +415,15 @@ class Survey:
     def _is_state(node: fx.Node, sizes: Sizes) -> bool:
         shape = sizes_of(node)
         return shape is not None and any(True for _ in state_views(shape, sizes, None))
+
+
+def _is_outer(node: fx.Node) -> bool:
+    """Whether a value is a product with more axes than either factor: the keys and values of every token."""
+    shape = sizes_of(node)
+    factors = [math.prod(sizes_of(n) or ()) for n in sources(node)]
+    if shape is None or len(shape) < 3 or name_of(node) not in PRODUCTS | {"mul"} or len(factors) < 2:
+        return False
+    return math.prod(shape) > max(factors)
 
 
 def _path(node: fx.Node) -> object:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 import lattn_compile.ops.chunk  # noqa: F401  (registers the op that is tried)
-from lattn_compile.passes.spelled.chunk_decay import FixedDecay, decay_of, find_decay, measured
+from lattn_compile.passes.spelled.chunk_decay import FixedDecay, decay_of, find_decay, is_fixed, measured
 from lattn_compile.passes.spelled.chunk_layout import EAGER, from_output, output_of, state_of, to_op, to_state
 from lattn_compile.passes.spelled.chunk_ops import sizes_of
 from lattn_compile.passes.spelled.chunk_region import Boundary
@@ -119,7 +119,7 @@ def find_roles(exits: Sequence[fx.Node], o_at: int, boundary: Boundary, sizes: S
                 return replace(found, tables=trial.tables if found.fixed is not None else None, negative=negative)
         miss = NotEqual(search.best, plain)
         tables = [n for n in boundary.statics if not _is_longer_sequence(n, sizes)]
-        if not chosen and tables and search.best < float("inf"):
+        if not chosen and tables and search.fixed:
             miss = NoMatch("CHUNK_DECAY_INPUTS", f"they are {_names(tables)}", tables[0])
     raise miss
 
@@ -168,6 +168,7 @@ class _Hypotheses:
         self.exits, self.o_at, self.boundary, self.sizes = exits, o_at, boundary, sizes
         self.trial, self.base, self.gates = trial, base, gates
         self.best = float("inf")
+        self.fixed = False  # whether what a second token keeps of the first was seen to depend on the head alone
         self._linear: dict[fx.Node, tuple[bool, bool | None]] = {}
 
     def run(self, vectors: Sequence[fx.Node], scalars: Sequence[fx.Node]) -> Roles | None:
@@ -175,12 +176,11 @@ class _Hypotheses:
         hypotheses = self._assignments(vectors, scalars)
         for roles in sorted(hypotheses, key=lambda r: r.cost)[:_HYPOTHESES]:
             found = _test(roles, self.trial, self.base, self.o_at)
-            if (
-                found.error > TOLERANCE
-                and not self.gates
-                and (fixed := _fixed(roles, self.trial, self.o_at)) is not None
-            ):
-                found = _test(replace(roles, fixed=fixed), self.trial, self.base, self.o_at)
+            if found.error > TOLERANCE and not self.gates:
+                fixed, same = _fixed(roles, self.trial, self.o_at)
+                self.fixed = self.fixed or same
+                if fixed is not None:
+                    found = _test(replace(roles, fixed=fixed), self.trial, self.base, self.o_at)
             if found.error <= TOLERANCE and self.boundary.states:
                 found = self._with_state(found)
             if found.error <= TOLERANCE:
@@ -287,8 +287,9 @@ def _test(roles: Roles, trial: Trial, base: list[Tensor], o_at: int) -> Roles:
     return replace(roles, scale=scale, error=max(error, errors[best]), final=(best,))
 
 
-def _fixed(roles: Roles, trial: Trial, o_at: int) -> FixedDecay | None:
-    """A decay that is the same for every token, if the region has one: measured by writing the first token only."""
+def _fixed(roles: Roles, trial: Trial, o_at: int) -> tuple[FixedDecay | None, bool]:
+    """A decay that is the same for every token, if the region has one: measured by writing the first token only; and
+    whether there is one at all, of whatever powers."""
     first = {n: _first_token(trial.values[n], view) for n, view in ((b.node, b.view) for b in (roles.k, roles.v))}
     o = from_output(trial.run(first, state=False)[o_at], roles.o)
     heads = roles.sizes.heads
@@ -296,11 +297,11 @@ def _fixed(roles: Roles, trial: Trial, o_at: int) -> FixedDecay | None:
     k = to_op(EAGER, first[roles.k.node], roles.k.view, heads, features=True)
     decay = measured(o, q, k)
     if decay is None:
-        return None
+        return None, is_fixed(o, q, k)
     if trial.tables is not None and (fixed := decay_of(trial.tables, decay, trial.values)) is not None:
-        return fixed
+        return fixed, True
     statics = {n: trial.values[n] for n in trial.boundary.statics if isinstance(trial.values[n], Tensor)}
-    return find_decay(decay, trial.region.nodes, trial.inputs, statics)
+    return find_decay(decay, trial.region.nodes, trial.inputs, statics), True
 
 
 def _first_token(x: Tensor, view: View) -> Tensor:
@@ -308,13 +309,21 @@ def _first_token(x: Tensor, view: View) -> Tensor:
     return torch.cat([x.narrow(at, 0, 1), torch.zeros_like(x.narrow(at, 1, x.shape[at] - 1))], at) if at >= 0 else x
 
 
-def evaluate(w: Any, roles: Roles, get: Callable[[fx.Node], Any], *, scale: float) -> tuple[Any, Any]:
-    """The op on the boundary's tensors, in whatever world `w` writes (eager tensors or graph nodes)."""
+def evaluate(
+    w: Any, roles: Roles, get: Callable[[fx.Node], Any], *, scale: float, ones: bool = False
+) -> tuple[Any, Any]:
+    """The op on the boundary's tensors, in whatever world `w` writes (eager tensors or graph nodes).
+
+    `ones`: of one value a token, which is 1, and from no state.
+    """
     s = roles.sizes
     heads = max(x.view.size("h", sizes_of(x.node) or ()) for x in (roles.q, roles.k))
     q = to_op(w, get(roles.q.node), roles.q.view, heads, features=True)
     k = to_op(w, get(roles.k.node), roles.k.view, heads, features=True)
-    v = to_op(w, get(roles.v.node), roles.v.view, s.heads, features=True)
+    if ones:
+        v = w.ones([*w.shape(q)[:2], s.heads, 1], k)
+    else:
+        v = to_op(w, get(roles.v.node), roles.v.view, s.heads, features=True)
     g = beta = state = None
     if roles.g is not None:
         g = to_op(w, get(roles.g.node), roles.g.view, s.heads, features="f" in roles.g.view.labels)
@@ -324,7 +333,7 @@ def evaluate(w: Any, roles: Roles, get: Callable[[fx.Node], Any], *, scale: floa
         g = w.fixed(roles.fixed, q, s.heads)
     if roles.beta is not None:
         beta = to_op(w, get(roles.beta.node), roles.beta.view, s.heads, features=False)
-    if roles.state is not None:
+    if roles.state is not None and not ones:
         state = to_state(w, get(roles.state.node), roles.state.view, w.shape(q)[0], s.heads)
     return w.chunk(q, k, v, g, beta, state, rule=roles.rule, scale=scale)
 

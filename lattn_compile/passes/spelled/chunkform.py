@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from lattn_compile.passes.spelled.chunk_grain import grain_of
 from lattn_compile.passes.spelled.chunk_layout import Nodes, output_of, state_of
-from lattn_compile.passes.spelled.chunk_ops import ANALYTIC, CONTRACTIONS, PADS, PRODUCTS, SOLVES, name_of, sources
+from lattn_compile.passes.spelled.chunk_ops import CONTRACTIONS, PADS, PRODUCTS, SOLVES, is_analytic, name_of, sources
 from lattn_compile.passes.spelled.chunk_region import Boundary, Survey
-from lattn_compile.passes.spelled.chunk_roles import NotEqual, Roles, evaluate, find_roles
+from lattn_compile.passes.spelled.chunk_roles import Bound, NotEqual, Roles, evaluate, find_roles
+from lattn_compile.passes.spelled.chunk_sums import sum_orders
 from lattn_compile.passes.spelled.chunk_tables import ChunkProposal
-from lattn_compile.passes.spelled.chunk_views import Sizes, output_sizes
+from lattn_compile.passes.spelled.chunk_views import Sizes, View, output_sizes
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal, withdraw
 from lattn_compile.passes.spelled.ranges import interval, is_decay
 from lattn_compile.passes.spelled.subgraph import Rejected
+from lattn_compile.passes.spelled.verify import verify
 from lattn_compile.passes.spelled.writer import value
 
 __all__ = ["find_chunk_forms"]
+
+log = logging.getLogger("lattn_compile")
 
 _OPENED = 8
 """How many boundary tensors are taken apart in search of q, k, v, g, beta."""
@@ -47,14 +53,28 @@ def find_chunk_forms(gm: fx.GraphModule, taken: set[fx.Node]) -> list[Proposal |
     Nodes in `taken` belong to other sites and are not looked into. Replacements stand in the graph, unused.
     """
     survey = Survey(gm.graph, taken)
+    try:
+        return _find(survey)
+    finally:
+        survey.sums.erase()
+
+
+def _find(survey: Survey) -> list[Proposal | NearMiss]:
     found: list[Proposal | NearMiss] = []
     done: set[fx.Node] = set()
     for seeds in survey.groups():
         left = [n for n in seeds if n not in done]
         while left:
-            outcome, inside = _largest(survey, left)
+            try:
+                outcome, boundary = _largest(survey, left)
+            except Exception as error:  # a fault of ours: the other regions of the graph are none of its business
+                log.exception("the search for chunk forms failed")
+                outcome, inside = NoMatch("SEARCH_FAILED", f"{type(error).__name__}: {error}").at(left[-1]), None
             if outcome is not None:
                 found.append(outcome)
+            inside = set() if boundary is None else boundary.interior
+            if isinstance(outcome, Proposal) and boundary is not None:
+                found += _row_sums(survey, boundary)
             done |= inside
             remaining = [n for n in left if n not in inside]
             if not isinstance(outcome, Proposal) or len(remaining) == len(left):
@@ -63,23 +83,39 @@ def find_chunk_forms(gm: fx.GraphModule, taken: set[fx.Node]) -> list[Proposal |
     return found
 
 
-def _largest(survey: Survey, seeds: list[fx.Node]) -> tuple[Proposal | NearMiss | None, set[fx.Node]]:
-    """What the seeds are part of, and the nodes of it.
+def _row_sums(survey: Survey, boundary: Boundary) -> list[Proposal]:
+    """The row sums of a form's scores, as recurrences of their own."""
+    assert boundary.roles is not None
+    found: list[Proposal] = []
+    for total, scores in survey.sums.scores.items():
+        if scores not in boundary.interior:
+            continue
+        for order in sum_orders(total, boundary.roles.sizes):
+            made = _propose_sum(survey, total, order, boundary, boundary.roles)
+            if verify(made).ok:
+                found.append(made)
+                break
+            withdraw(made)
+    return found
+
+
+def _largest(survey: Survey, seeds: list[fx.Node]) -> tuple[Proposal | NearMiss | None, Boundary | None]:
+    """What the seeds are part of, and where it stands.
 
     One block of tokens is a recurrence of its own, from no state. What the state gives to its outputs, and what it
     leaves, are products of the same tensors that no further product reads: they may belong to it.
     """
     outcome, boundary = _Search(survey).run(seeds)
     if not isinstance(outcome, Proposal) or boundary is None:
-        return outcome, set()
+        return outcome, None
     if more := survey.products_of(boundary):
         whole, around = _Search(survey).run([*seeds, *more])
         if isinstance(whole, Proposal) and around is not None:
             if around.interior > boundary.interior:
                 withdraw(outcome)
-                return whole, around.interior
+                return whole, around
             withdraw(whole)
-    return outcome, boundary.interior
+    return outcome, boundary
 
 
 class _Search:
@@ -144,8 +180,8 @@ class _Search:
                 return None
             self.tried.add(key)
             try:
-                roles = find_roles(exits, o_at, boundary, sizes)
-                return propose(self.survey, exits, o_at, boundary, roles), boundary
+                boundary.roles = find_roles(exits, o_at, boundary, sizes)
+                return propose(self.survey, exits, o_at, boundary, boundary.roles), boundary
             except (NoMatch, Rejected) as e:
                 self._note(e)
                 if not isinstance(e, NoMatch) or e.code != "CHUNK_INPUTS":
@@ -170,7 +206,7 @@ class _Search:
         inside = [
             n
             for n in reversed(boundary.tokens)
-            if n.op == "call_function" and name_of(n) in ANALYTIC - PADS and n not in self.survey.taken
+            if is_analytic(n) and name_of(n) not in PADS and n not in self.survey.taken
         ]
         for n in inside:
             if self.survey.is_above(boundary.tokens, n):
@@ -187,7 +223,7 @@ class _Search:
 
     def _near_miss(self, seeds: Sequence[fx.Node]) -> NearMiss | None:
         """A reason, where it looked like a recurrence: by a decay's cumulative sum or a triangular system next to a
-        product of sequences, or by q, k and v that were told apart.
+        product of sequences, by scores that are masked and nothing else, or by q, k and v that were told apart.
         """
         if self.furthest is None:
             return None
@@ -197,9 +233,10 @@ class _Search:
             not told_apart
             and self.furthest.code not in ("CHUNK_DECAY_INPUTS", "DECAY_RANGE")
             and not (names & (SOLVES | {"cumsum", "cumprod"}) and names & PRODUCTS)
+            and not any(self.survey.masks_scores(n) for n in seeds)
         ):
             return None
-        return self.furthest.at(seeds[-1])
+        return replace(self.furthest.at(seeds[-1]), token=frozenset(seeds))
 
 
 def _progress(e: NoMatch) -> tuple[int, float]:
@@ -218,26 +255,61 @@ def propose(survey: Survey, exits: list[fx.Node], o_at: int, boundary: Boundary,
         low, high = interval(node)
         if not (is_decay(node) or low >= 0.0) if roles.decay_form == "decay" else low > 0.0:
             raise NoMatch("DECAY_RANGE", f"{node} lies in ({low}, {high})", node)
-    reader = min((u for n in exits for u in n.users), key=survey.order.__getitem__)
+    # Scores that were divided before they met the values: the quotient is what the graph needs.
+    divided = survey.sums.products.get(exits[o_at])
+    needed = [n if divided is None or n is not exits[o_at] else divided[0] for n in exits]
+    reader = min((u for n in needed for u in n.users), key=survey.order.__getitem__)
     order = survey.order
     if late := [n for n in (*boundary.tokens, *boundary.states, *boundary.statics) if order[n] >= order[reader]]:
         raise NoMatch("CHUNK_INPUTS", f"{late[0]} is computed after {reader} has read an output", late[0])
-    w = Nodes(reader, max(exits, key=survey.order.__getitem__))
+    w = Nodes(reader, max(needed, key=survey.order.__getitem__))
     try:
         o_old = exits[o_at]
         o, final = evaluate(w, roles, lambda n: n, scale=roles.scale)
         old, new = [o_old], [w.to(output_of(w, o, roles.o, value(o_old).shape, roles.sizes), value(o_old).dtype)]
+        if divided is not None:
+            old, new = [divided[0]], [w.call(torch.ops.aten.div.Tensor, new[0], divided[1])]
         if roles.final:
             s_old = exits[1 - o_at]
             old.append(s_old)
             new.append(w.to(state_of(w, final, roles.final[0], value(s_old).shape), value(s_old).dtype))
-        if roles.tables is not None and roles.fixed is not None and (unsure := roles.tables.changeable()):
-            log = w.log_decay(roles.fixed, value(unsure[0]))
-            for table in unsure:
-                w.check_powers(table, roles.tables.powers[table], log)
+        _check_tables(w, roles)
     except BaseException:
         w.undo()
         raise
+    made = _proposal(w, old, new, boundary, roles, ("q", "k", "v", "g", "beta", "state"))
+    if divided is not None:  # by whatever: the claim is that it may as well be divided behind
+        made.frontier.append(divided[1])
+        made.domains[divided[1]] = "beta"
+    return made
+
+
+def _propose_sum(survey: Survey, total: fx.Node, order: View, boundary: Boundary, roles: Roles) -> Proposal:
+    """The recurrence with values of 1 in place of the sum of a form's scores."""
+    w = Nodes(min((u for u in total.users if u in survey.order), key=survey.order.__getitem__), total)
+    try:
+        o, _ = evaluate(w, roles, lambda n: n, scale=roles.scale, ones=True)
+        o = output_of(w, o, order, value(total).shape, replace(roles.sizes, width=1))
+        new = w.to(o, value(total).dtype)
+        _check_tables(w, roles)
+    except BaseException:
+        w.undo()
+        raise
+    made = _proposal(w, [total], [new], boundary, roles, ("q", "k", "g", "beta"))
+    made.evidence["sums"] = "the rows of the scores"
+    return made
+
+
+def _check_tables(w: Nodes, roles: Roles) -> None:
+    if roles.tables is not None and roles.fixed is not None and (unsure := roles.tables.changeable()):
+        log = w.log_decay(roles.fixed, value(unsure[0]))
+        for table in unsure:
+            w.check_powers(table, roles.tables.powers[table], log)
+
+
+def _proposal(
+    w: Nodes, old: list[fx.Node], new: list[fx.Node], boundary: Boundary, roles: Roles, used: Sequence[str]
+) -> Proposal:
     domains = {roles.k.node: "key"}
     if roles.g is not None:
         domains[roles.g.node] = "log_decay" if roles.decay_form == "log" else "decay"
@@ -248,19 +320,22 @@ def propose(survey: Survey, exits: list[fx.Node], o_at: int, boundary: Boundary,
         decay = "channel"
     if roles.fixed is not None:
         domains.update(dict.fromkeys(boundary.statics, "log_decay" if roles.negative else "beta"))
-    named = {"q": roles.q, "k": roles.k, "v": roles.v, "g": roles.g, "beta": roles.beta, "initial_state": roles.state}
+    bound: dict[str, Bound | None] = {name: getattr(roles, name) for name in used}
+    nodes = {name: None if x is None else x.node for name, x in bound.items()}
+    tokens = [n for n in boundary.tokens if n in nodes.values()]
+    states = boundary.states if "state" in used else []
     return ChunkProposal(
         form="chunk",
         rule=roles.rule,
         decay=decay,
         anchor=old[-1],
         op=w.op,
-        frontier=[*boundary.tokens, *boundary.states, *boundary.statics],
+        frontier=[*tokens, *states, *boundary.statics],
         old=old,
         new=new,
         inserted=w.inserted,
-        roles={role: None if bound is None else bound.node for role, bound in named.items()},
-        domains=domains,
+        roles={{"state": "initial_state"}.get(name, name): node for name, node in nodes.items()},
+        domains={n: domain for n, domain in domains.items() if n in tokens or n in boundary.statics},
         evidence={"nodes": len(boundary.interior), "trial_error": roles.error, "scale": roles.scale},
         tables=roles.tables,
     )

@@ -26,6 +26,7 @@ from lattn_compile.passes.spelled.labels import (
     size_of,
     unify,
 )
+from lattn_compile.passes.spelled.masks import ELEMENTWISE, OfMask, of_mask
 from lattn_compile.passes.spelled.proposal import CONSTANT, OUTER, NoMatch
 from lattn_compile.passes.spelled.terms import (
     EYE,
@@ -40,7 +41,7 @@ from lattn_compile.passes.spelled.terms import (
     multiply,
     sum_over,
 )
-from lattn_compile.passes.spelled.views import of_booleans
+from lattn_compile.passes.spelled.views import PICKS, fill_of, of_booleans
 from lattn_compile.passes.spelled.writer import value
 
 __all__ = ["PRODUCTS", "SELECTS", "VIEWS", "Expander", "constant", "expandable", "is_literal", "is_zero"]
@@ -74,6 +75,7 @@ class Expander:
     ) -> None:
         self.index, self.root, self.path, self.depth, self.matrices = index, root, path, depth, matrices
         self.stored = stored
+        self.given: dict[fx.Node, Expr] = {}  # what is expanded already
         self.visits = 0
 
     def expand(self, node: fx.Node) -> Expr:
@@ -82,6 +84,8 @@ class Expander:
             raise NoMatch("TOO_MANY_TERMS", "the state update is too large to expand", node)
         if node is self.root:
             return atom(node, ones=self.index.ones)
+        if self.given and node in self.given:
+            return self.given[node]
         name = name_of(node)
         on_path = node in self.path
         if not on_path and (mask := self._mask(node)) is not None:
@@ -122,20 +126,42 @@ class Expander:
         return self.opaque(node)
 
     def _mask(self, node: fx.Node) -> Expr | None:
-        """A mask that is made of masks: where another is not set, or where two are."""
-        name, given = name_of(node), node.args[:2]
-        if name in ("aten::sub", "aten::rsub") and len(node.args) == 2 and not node.kwargs:
-            one, other = given if name == "aten::sub" else given[::-1]
-            if type(one) not in (int, float) or one != 1 or not _is_mask(other):
-                return None
-            return _negated(self.expand(other))  # type: ignore[arg-type]
-        if not is_tensor(node) or value(node).dtype != torch.bool or not all(_is_mask(x) for x in given):
+        """A value that is made of masks: 0 or 1 by one of them, or two that are both set."""
+        name = name_of(node)
+        if name in _ANDS and all(_is_mask(x) and value(x).dtype == torch.bool for x in node.args):
+            return multiply([self.expand(x) for x in node.args])  # type: ignore[arg-type]
+        if not (name in ELEMENTWISE or name in PICKS or name in CASTS or name == "getitem"):
             return None
-        if name in ("aten::logical_not", "aten::bitwise_not"):
-            return _negated(self.expand(given[0]))  # type: ignore[arg-type]
-        if name in ("aten::logical_and", "aten::bitwise_and") and len(given) == 2:
-            return multiply([self.expand(x) for x in given])  # type: ignore[arg-type]
-        return None
+        if (found := of_mask(node)) is None or {found.unset, found.set} - {0.0, 1.0}:
+            return None
+        try:
+            mask = self._along(found)
+        except NoMatch:
+            return None
+        if found.unset == found.set:
+            return Expr(mask.axes, [Term(1.0, ())] if found.set else [])
+        return mask if found.set else _negated(mask)
+
+    def _along(self, found: OfMask) -> Expr:
+        """The mask with the axes of what is made of it."""
+        x = self.expand(found.mask)
+        for node, _ in reversed(found.steps):
+            name = name_of(node)
+            if name in ELEMENTWISE or name in CASTS:
+                continue
+            made = Expander(self.index, None, (), SELECTS)
+            made.given[node.args[0] if name != "getitem" else node.args[0].args[0]] = x  # type: ignore[union-attr, index]
+            if name == "getitem":
+                part = made._part(node)
+                if part is None:
+                    raise NoMatch("AXES", "a part of a mask", node)
+                x = part
+            else:
+                handler = _VIEWS.get(name) or _SELECTS.get(name)
+                if handler is None:
+                    raise NoMatch("AXES", f"{name} of a mask", node)
+                x = handler(made, node, arguments(node))
+        return x
 
     def opaque(self, node: fx.Node) -> Expr:
         """A tensor that is not looked into."""
@@ -163,7 +189,7 @@ class Expander:
 
     def _exact_cast(self, node: fx.Node) -> bool:
         source = node.args[0]
-        return is_tensor(source) and widens(value(source).dtype, value(node).dtype)
+        return is_tensor(source) and (widens(value(source).dtype, value(node).dtype) or _is_mask(source))
 
     def operand(self, x: Any) -> Expr:
         """A tensor operand, or a number as an expression without axes."""
@@ -200,19 +226,12 @@ def is_zero(node: fx.Node) -> bool:
 
 
 def _fill(node: fx.Node) -> float | None:
-    """The number that every element of a tensor is made as."""
-    name = name_of(node)
-    if not is_tensor(node) or not value(node).dtype.is_floating_point:
-        return None
-    if name in ("aten::zeros", "aten::new_zeros", "aten::zeros_like"):
-        return 0.0
-    if name in ("aten::ones", "aten::new_ones", "aten::ones_like"):
-        return 1.0
-    x = arguments(node).get("fill_value") if name in ("aten::full", "aten::new_full", "aten::full_like") else None
-    return float(x) if isinstance(x, (int, float)) else None
+    """The number that every element of a tensor of floats is made as."""
+    return fill_of(node) if is_tensor(node) and value(node).dtype.is_floating_point else None
 
 
 _PARTS = frozenset(["aten::unbind", "aten::split", "aten::split_with_sizes", "aten::chunk", "aten::tensor_split"])
+_ANDS = frozenset(["aten::logical_and", "aten::bitwise_and", "aten::__and__"])
 _COPIES = frozenset(
     f"aten::{name}"
     for name in ("lift_fresh_copy", "lift_fresh", "clone", "alias", "_to_copy", "view", "detach", "detach_")
@@ -288,7 +307,7 @@ def _permute(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
         dims = [d % rank for d in a["dims"]]
     elif name in ("aten::t", "aten::numpy_T"):
         dims.reverse()
-    elif name == "aten::movedim" or name == "aten::moveaxis":
+    elif name == "aten::movedim":
         source, target = _dims(a["source"], rank), _dims(a["destination"], rank)
         rest = [d for d in dims if d not in source]
         for s, t in sorted(zip(source, target, strict=True), key=lambda p: p[1]):
@@ -298,7 +317,7 @@ def _permute(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
         if name in ("aten::mT", "aten::mH", "aten::adjoint"):
             i, j = rank - 2, rank - 1
         else:
-            i, j = (a[k] % rank for k in (("dim0", "dim1") if "dim0" in a else ("axis0", "axis1")))
+            i, j = a["dim0"] % rank, a["dim1"] % rank
         dims[i], dims[j] = dims[j], dims[i]
     return Expr([x.axes[d] for d in dims], x.terms)
 
@@ -347,7 +366,7 @@ def _same(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
 def _cast(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
     source = a["self"] if "self" in a else node.args[0]
     before, after = value(source).dtype, value(node).dtype
-    if not widens(before, after) and not e.stored:
+    if not widens(before, after) and not e.stored and not _is_mask(source):
         raise NoMatch("STATE_ROUNDED", f"the state path is cast from {before} to {after} inside a token", node)
     return e.expand(source)  # type: ignore[arg-type]
 
@@ -522,6 +541,23 @@ def _tensordot(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
     return contract([x, y], [left, right], [n for n in left + right if not isinstance(n, int)])
 
 
+def _kron(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
+    x, y = e.operand(a["self"]), e.operand(a["other"])
+    rank = max(len(x.axes), len(y.axes))
+    left, right = ([()] * (rank - len(z.axes)) + z.axes for z in (x, y))
+    return Expr(
+        [(*i, *j) for i, j in zip(left, right, strict=True)], multiply([Expr([], x.terms), Expr([], y.terms)]).terms
+    )
+
+
+def _chain(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
+    """linalg.multi_dot and chain_matmul."""
+    first, *rest = (e.operand(x) for x in next(iter(a.values())))
+    for y in rest:
+        first = _product(first, y)
+    return first
+
+
 def _linear(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
     if a.get("bias") is not None:
         raise NoMatch("STATE_OP", "a linear layer with a bias", node)
@@ -595,10 +631,15 @@ def _addcdiv(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
 
 
 def _addmm(e: Expander, node: fx.Node, a: dict[str, Any]) -> Expr:
-    """baddbmm, addmm, addmv, addr: beta * input + alpha * (first @ second)."""
-    names = list(a)
+    """baddbmm, addbmm, addmm, addmv, addr: beta * input + alpha * (first @ second)."""
+    names, name = list(a), name_of(node)
     x, y = e.operand(a[names[1]]), e.operand(a[names[2]])
-    product = contract([x, y], [["i"], ["j"]], ["i", "j"]) if name_of(node) == "aten::addr" else _product(x, y)
+    if name == "aten::addr":
+        product = contract([x, y], [["i"], ["j"]], ["i", "j"])
+    elif name == "aten::addbmm":
+        product = contract([x, y], [["n", "i", "j"], ["n", "j", "l"]], ["i", "l"])
+    else:
+        product = _product(x, y)
     beta, alpha = number(a.get("beta", 1)), number(a.get("alpha", 1))
     return add([e.operand(a[names[0]]).scaled(beta), product.scaled(alpha)])
 
@@ -656,9 +697,6 @@ _VIEWS: dict[str, Handler] = {
             "aten::adjoint",
             "aten::numpy_T",
             "aten::movedim",
-            "aten::moveaxis",
-            "aten::swapaxes",
-            "aten::swapdims",
         ),
         _permute,
     ),
@@ -674,7 +712,6 @@ _VIEWS: dict[str, Handler] = {
 
 _PRODUCTS: dict[str, Handler] = {
     "aten::mul": _mul,
-    "aten::multiply": _mul,
     "aten::div": _div,
     "aten::neg": _neg,
     "aten::einsum": _einsum,
@@ -685,10 +722,12 @@ _PRODUCTS: dict[str, Handler] = {
     "aten::dot": _matmul,
     "aten::vdot": _matmul,
     "aten::outer": _outer,
-    "aten::ger": _outer,
     "aten::linalg_vecdot": _vecdot,
     "aten::inner": _inner,
     "aten::tensordot": _tensordot,
+    "aten::kron": _kron,
+    "aten::linalg_multi_dot": _chain,
+    "aten::chain_matmul": _chain,
     "aten::linear": _linear,
     "aten::sum": _sum,
     "aten::mean": _sum,
@@ -699,11 +738,11 @@ _PRODUCTS: dict[str, Handler] = {
 _SUMS: dict[str, Handler] = {
     "aten::add": _add,
     "aten::sub": _add,
-    "aten::subtract": _add,
     "aten::rsub": _add,
     "aten::addcmul": _addcmul,
     "aten::addcdiv": _addcdiv,
     "aten::baddbmm": _addmm,
+    "aten::addbmm": _addmm,
     "aten::addmm": _addmm,
     "aten::addmv": _addmm,
     "aten::addr": _addmm,

@@ -9,6 +9,7 @@ from torch import fx
 
 from lattn_compile.passes.spelled.aten import Index, is_tensor, name_of
 from lattn_compile.passes.spelled.expand import is_zero
+from lattn_compile.passes.spelled.masks import makes_booleans, of_mask
 from lattn_compile.passes.spelled.proposal import CONSTANT, NoMatch, Proposal
 from lattn_compile.passes.spelled.views import of_booleans
 from lattn_compile.passes.spelled.writer import value
@@ -48,7 +49,7 @@ def frontier_of(index: Index, proposal: Proposal, needed: Iterable[fx.Node]) -> 
         if CONSTANT in node.meta:
             continue
         ends = node.op not in ("call_function", "get_attr") or _is_random(node) or is_comparison(node)
-        drawn = not index.repeated(node) and not _is_cast_mask(node)
+        drawn = not index.repeated(node) and not _is_cast_mask(node) and not _is_made(node)
         if ends or (drawn and (node in read or (node in given and not leads.to(node)))):
             frontier[node] = None
         else:
@@ -93,7 +94,7 @@ def _drawable(index: Index, nodes: Iterable[fx.Node]) -> list[fx.Node]:
     waiting, out, seen = list(nodes), [], set()
     while waiting:
         node = waiting.pop()
-        if node in seen or node.op == "get_attr" or CONSTANT in node.meta:
+        if node in seen or node.op == "get_attr" or CONSTANT in node.meta or _is_made(node):
             continue
         seen.add(node)
         if index.repeated(node) or _is_cast_mask(node):
@@ -131,18 +132,20 @@ def _independent(index: Index, frontier: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _is_cast_mask(node: fx.Node) -> bool:
-    """A mask as a number, which no random draw would be."""
-    return is_tensor(node) and value(node).dtype.is_floating_point and of_booleans(node)
+    """What is made of a mask, which no random draw would be."""
+    if not is_tensor(node):
+        return False
+    return (value(node).dtype != torch.bool and of_booleans(node)) or of_mask(node) is not None
 
 
 def is_comparison(node: fx.Node) -> bool:
     """A mask that data make. Drawn on its own, it is any mask: an equality that holds then holds for this one."""
-    return name_of(node) in _COMPARISONS and any(
-        is_tensor(x) and value(x).dtype.is_floating_point for x in node.all_input_nodes
-    )
+    return makes_booleans(node)
 
 
-_COMPARISONS = frozenset(f"aten::{name}" for name in ("gt", "ge", "lt", "le", "eq", "ne", "isnan", "isinf", "isfinite"))
+def _is_made(node: fx.Node) -> bool:
+    """A tensor that is made of numbers alone: each token may make one of its own."""
+    return node.op == "call_function" and not node.all_input_nodes and not _is_random(node)
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -130,7 +130,8 @@ def _bounded(node: fx.Node, rule: _Rule | None, known: dict[fx.Node, Interval]) 
         return whole
     if whole != _REALS and any(_whole(n) == _REALS for n in node.all_input_nodes):
         return whole  # NaN becomes some integer
-    low, high = _outward(low, high, _dtype(node))
+    dtype = _dtype(node)
+    low, high = _rounded(low, high, dtype) if _is_rounded_once(node) else _outward(low, high, dtype)
     # Integers wrap around, and a number that an integer type cannot hold becomes some other.
     return (low, high) if whole[0] <= low and high <= whole[1] else whole
 
@@ -149,6 +150,22 @@ def _whole(node: fx.Node) -> Interval:
     if dtype == torch.bool:
         return 0.0, 1.0
     return float(torch.iinfo(dtype).min), float(torch.iinfo(dtype).max)
+
+
+def _is_rounded_once(node: fx.Node) -> bool:
+    """Whether a node is a sum, a difference or a product, which is rounded to the nearest number of its dtype."""
+    given = arguments(node)
+    if name_of(node) not in ("add", "sub", "rsub", "mul") or given.get("alpha", 1) != 1:
+        return False
+    operands = [_dtype(x) for x in node.all_input_nodes]
+    return _dtype(node) in (torch.float32, torch.float64) and all(d == _dtype(node) for d in operands)
+
+
+def _rounded(low: float, high: float, dtype: torch.dtype | None) -> Interval:
+    """The numbers of a dtype next to bounds. Rounding is monotone: what lies between them before does so behind."""
+    with clean_state():
+        low, high = torch.tensor([low, high], dtype=torch.float64).to(dtype).tolist()
+    return low, high
 
 
 def _outward(low: float, high: float, dtype: torch.dtype | None) -> Interval:
@@ -217,8 +234,13 @@ class _Call:
         if isinstance(x, fx.Node):
             return self._known[x]
         if isinstance(x, (bool, int, float)):
-            return _outward(float(x), float(x), _dtype(self.node))
+            rounds = _rounded if _is_rounded_once(self.node) else _outward
+            return rounds(float(x), float(x), _dtype(self.node))
         return _REALS
+
+    def bounds(self, x: Any) -> Interval:
+        """As `of`, of a node that may stand further up."""
+        return interval(x, self._known) if isinstance(x, fx.Node) else self.of(x)
 
     def __getitem__(self, at: int) -> Interval:
         """The bounds of the argument at a position of the schema."""
@@ -260,7 +282,33 @@ def _alpha(c: _Call) -> Interval:
 
 
 def _add(c: _Call) -> Interval:
-    return _plus(c[0], _times(c[1], _alpha(c)))
+    whole = _plus(c[0], _times(c[1], _alpha(c)))
+    mixed = _mixture(c) if _alpha(c) == (1.0, 1.0) else None
+    return whole if mixed is None else (max(whole[0], mixed[0]), min(whole[1], mixed[1]))
+
+
+def _mixture(c: _Call) -> Interval | None:
+    """w x + (1 - w) y with w in [0, 1] lies between x and y, as with x = 1 in w + (1 - w) y."""
+    for a, b in ((c.raw(0), c.raw(1)), (c.raw(1), c.raw(0))):
+        for rest, y in _factors(b):
+            if not isinstance(rest, fx.Node) or name_of(rest) not in ("rsub", "sub"):
+                continue
+            one, w = (rest.args[1], rest.args[0]) if name_of(rest) == "rsub" else rest.args[:2]
+            if one != 1 or not isinstance(w, fx.Node) or len(rest.args) != 2:
+                continue
+            low, high = c.bounds(w)
+            x = next((x for v, x in [(a, 1.0), *_factors(a)] if v is w), None)
+            if x is not None and low >= 0 and high <= 1:
+                # Rounding 1 - w takes no sum of the two above 1.
+                return _loose(*_union(c.bounds(x), c.bounds(y)), _dtype(c.node), [0.0, 1.0])
+    return None
+
+
+def _factors(x: Any) -> list[tuple[Any, Any]]:
+    """The two factors of a product, in either order."""
+    if not isinstance(x, fx.Node) or name_of(x) != "mul":
+        return []
+    return [(x.args[0], x.args[1]), (x.args[1], x.args[0])]
 
 
 def _sub(c: _Call) -> Interval:
@@ -352,7 +400,9 @@ def _softplus(c: _Call) -> Interval:
 def _clamp(c: _Call) -> Interval:
     low, high = c[0]
     for name, at in (("min", 1), ("max", 2)):
-        bound = c.arguments.get(name)
+        bound = c.arguments.get(name, c.arguments.get(f"{name}_val"))
+        if bound is None and name_of(c.node) == "hardtanh":
+            bound = {1: -1.0, 2: 1.0}[at]
         if bound is None:
             continue
         a, b = c.of(bound)
@@ -360,9 +410,19 @@ def _clamp(c: _Call) -> Interval:
     return low, high
 
 
+def _lerp(c: _Call) -> Interval:
+    """Between its ends, for a weight between 0 and 1."""
+    low, high = c.of(c.arguments["weight"])
+    return _loose(*_union(c[0], c[1]), _dtype(c.node), [0.0, 1.0]) if low >= 0 and high <= 1 else _REALS
+
+
+def _threshold(c: _Call) -> Interval:
+    return _union(c[0], c.of(c.arguments["value"]))
+
+
 def _pow(c: _Call) -> Interval:
-    """Constant exponents that are whole, and constant bases."""
-    base, exponent = c.raw(0), c.raw(1)
+    """Constant exponents that are whole, and bases that are numbers or lie on one side of 1."""
+    exponent = c.raw(1)
     if isinstance(exponent, (int, float)):
         low, high = c[0]
         if exponent == 2:
@@ -376,10 +436,10 @@ def _pow(c: _Call) -> Interval:
         if exponent >= 0 and exponent % 2 == 0:
             return 0.0, _INF
         return _REALS
-    if isinstance(base, (int, float)) and base > 0:
-        low, high = c[1]
-        return 0.0, (1.0 if (base >= 1 and high <= 0) or (base <= 1 and low >= 0) else _INF)
-    return _REALS
+    low, high = c[1]
+    if c[0][0] > 0:
+        return 0.0, (1.0 if (c[0][0] >= 1 and high <= 0) or (c[0][1] <= 1 and low >= 0) else _INF)
+    return (0.0, (1.0 if c[0][1] <= 1 else _INF)) if c[0][0] >= 0 and low >= 0 else _REALS
 
 
 def _abs(c: _Call) -> Interval:
@@ -484,12 +544,17 @@ _RULES: dict[str, _Rule] = {
     **_each("log1p", _monotone(_log1p)),
     **_each("tanh", _monotone(math.tanh, (-_INF, 0.0, _INF))),
     **_each("erf", _monotone(math.erf, (-_INF, 0.0, _INF))),
-    **_each("sigmoid softmax _softmax", _fixed(0.0, 1.0)),
+    **_each("erfc", _fixed(0.0, 2.0)),
+    **_each("atan", _monotone(math.atan)),
+    **_each("sigmoid softmax _softmax special_ndtr hardsigmoid", _fixed(0.0, 1.0)),
+    **_each("relu6", lambda c: (min(max(c[0][0], 0.0), 6.0), min(max(c[0][1], 0.0), 6.0))),
+    **_each("lerp", _lerp),
+    **_each("threshold", _threshold),
     **_each("sin cos", _fixed(-1.0, 1.0)),
     **_each("log_sigmoid log_sigmoid_forward log_softmax _log_softmax", _fixed(-_INF, 0.0)),
     **_each("softplus", _softplus),
     **_each("relu", lambda c: (max(c[0][0], 0.0), max(c[0][1], 0.0))),
-    **_each("clamp clip", _clamp),
+    **_each("clamp clip hardtanh", _clamp),
     **_each("clamp_min", lambda c: (max(c[0][0], c[1][0]), max(c[0][1], c[1][1]))),
     **_each("clamp_max", lambda c: (min(c[0][0], c[1][0]), min(c[0][1], c[1][1]))),
     **_each("max min", lambda c: _union(*(c.of(n) for n in c.node.all_input_nodes))),

@@ -23,7 +23,7 @@ from lattn_compile.passes.spelled.writer import value
 
 __all__ = ["Fate", "Read", "fate_of", "find_late_read", "find_reads", "same_elements"]
 
-_THROUGH = frozenset(["aten::mul", "aten::multiply", "aten::neg", "aten::div"])
+_THROUGH = frozenset(["aten::mul", "aten::neg", "aten::div"])
 
 
 @dataclass
@@ -174,7 +174,9 @@ def _below(index: Index, step: Step) -> list[fx.Node]:
     return sorted(found, key=index.order.__getitem__)
 
 
-_SUMS = frozenset(["aten::add", "aten::sub", "aten::addcmul", "aten::baddbmm", "aten::addmm", "aten::rsub"])
+_SUMS = frozenset(
+    ["aten::add", "aten::sub", "aten::addcmul", "aten::baddbmm", "aten::addbmm", "aten::addmm", "aten::rsub"]
+)
 
 
 def _equals_read(index: Index, step: Step, node: fx.Node) -> Read | None:

@@ -56,7 +56,10 @@ def _name(node: fx.Node) -> str | None:
 
 def rewrite_while_loop(gm: fx.GraphModule, node: fx.Node, match_body: MatchBody) -> Proposal | NearMiss | None:
     """The step in the body of a `while_loop` replaced; the loop is kept. The proposal stands in the body's graph."""
-    return _inside(match_body(_submodule(gm, node.args[1])), "a while_loop has no fixed number of tokens")
+    _, body, carried, additional = node.args
+    with _known_inputs(gm, body, len(carried), list(additional)):  # type: ignore[arg-type]
+        found = match_body(_submodule(gm, body))
+    return _inside(found, "a while_loop has no fixed number of tokens")
 
 
 def rewrite_scan(gm: fx.GraphModule, scan_node: fx.Node, match_body: MatchBody) -> Proposal | NearMiss | None:
@@ -70,7 +73,8 @@ def rewrite_scan(gm: fx.GraphModule, scan_node: fx.Node, match_body: MatchBody) 
         that of the body. The step is what was found and wants verifying; that it is done at every token follows
         from the rules of `lift`, whatever else the body computes.
     """
-    with _known_inputs(gm, scan_node):
+    _, init, xs, additional = scan_node.args
+    with _known_inputs(gm, scan_node.args[0], len(init), [*xs, *additional]):  # type: ignore[arg-type, misc]
         found = match_body(_submodule(gm, scan_node.args[0]))
     if not isinstance(found, Proposal):
         return found
@@ -84,15 +88,18 @@ def rewrite_scan(gm: fx.GraphModule, scan_node: fx.Node, match_body: MatchBody) 
 
 
 @contextlib.contextmanager
-def _known_inputs(gm: fx.GraphModule, scan_node: fx.Node) -> Iterator[None]:
-    """What a scan's body is given at every token, or a slice of, is known outside: a decay that is a constant, or made
-    by a sigmoid. A body that several loops share has inputs of several meanings."""
-    body = _submodule(gm, scan_node.args[0])
+def _known_inputs(gm: fx.GraphModule, named: Any, carried: int, given: list[Any]) -> Iterator[None]:
+    """What a loop's body is given at every token, or a slice of, is known outside: a decay that is a constant, or made
+    by a sigmoid. A body that several loops share has inputs of several meanings.
+
+    Args:
+        named: the node that names the body. carried: how many of its inputs are. given: what the others are outside.
+    """
+    body = _submodule(gm, named)
     same = (n for n in gm.graph.find_nodes(op="get_attr") if getattr(gm, str(n.target), None) is body)
     callers = {user for n in same for user in n.users}
-    _, init, xs, additional = scan_node.args
-    inputs = body.graph.find_nodes(op="placeholder")[len(init) :]  # type: ignore[arg-type]
-    outer = [*xs, *additional] if len(callers) == 1 else []  # type: ignore[misc]
+    inputs = body.graph.find_nodes(op="placeholder")[carried:]
+    outer = given if len(callers) == 1 else []
     known = [(x, y) for x, y in zip(inputs, outer, strict=False) if isinstance(y, fx.Node)]
     for x, y in known:
         x.meta[OUTER] = y

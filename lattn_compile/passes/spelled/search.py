@@ -58,10 +58,10 @@ def _search(gm: fx.GraphModule, found: Found) -> None:
     tokens = {n for m in mine.misses for n in m.token}
     for outcome in find_chunk_forms(gm, taken):
         # That the products of a token that was refused are no chunk form either is no news.
-        if isinstance(outcome, Proposal) or outcome.node not in tokens:
+        if isinstance(outcome, Proposal) or tokens.isdisjoint({outcome.node, *outcome.token}):
             _sort(mine, outcome)
     inside = {n for p in mine.proposals if p.form == "chunk" for n in region_of(p)}
-    mine.misses = [m for m in mine.misses if m.node not in inside]
+    mine.misses = [m for m in mine.misses if m.node not in inside and inside.isdisjoint(m.token)]
     found.proposals += mine.proposals
     found.misses += mine.misses
 

@@ -52,6 +52,7 @@ def _elu(x: Tensor, a: Arguments) -> Tensor:
 _SMOOTH: dict[str, Callable[[Tensor, Arguments], Tensor]] = {
     "relu": lambda x, a: _above(x),
     "relu6": lambda x, a: _above(x) - _above(x - 6.0),
+    "hardsigmoid": lambda x, a: (_above(x + 3.0) - _above(x - 3.0)) / 6.0,
     "leaky_relu": lambda x, a: _above(x) - a.get("negative_slope", 0.01) * _above(-x),
     "abs": lambda x, a: (x * x + 1 / _SHARPNESS**2).sqrt(),
     "elu": _elu,

@@ -19,10 +19,11 @@ __all__ = ["candidates", "full_size", "is_view", "path_between", "roots_of", "st
 
 _ADDITIONS = frozenset(
     f"aten::{name}"
-    for name in ("add", "sub", "subtract", "rsub", "addcmul", "addcdiv", "baddbmm", "addmm", "addr", "lerp")
+    for name in ("add", "sub", "rsub", "addcmul", "addcdiv", "baddbmm", "addbmm", "addmm", "addr", "lerp")
 )
-_FUSED = frozenset(["aten::addcmul", "aten::baddbmm", "aten::addmm", "aten::addr"])
-_SCALINGS = frozenset(["aten::mul", "aten::div", "aten::neg", "aten::multiply"])
+_FUSED = frozenset(["aten::addcmul", "aten::baddbmm", "aten::addbmm", "aten::addmm", "aten::addr"])
+_SCALINGS = frozenset(["aten::mul", "aten::div", "aten::neg"])
+_MATRIX_PRODUCTS = frozenset(["aten::matmul", "aten::bmm", "aten::mm", "aten::baddbmm", "aten::addbmm", "aten::addmm"])
 _CHOICES = {"aten::where": (1, 2), "aten::masked_fill": (0,)}
 """Operands that a mask chooses from."""
 _MASKINGS = _SCALINGS | _CHOICES.keys()
@@ -40,17 +41,21 @@ def full_size(x: object, like: fx.Node) -> bool:
 def _is_outer(index: Index, node: fx.Node) -> bool:
     """Whether a node makes an outer product: every operand lacks an axis that the result has."""
     name = name_of(node)
-    if name in ("aten::outer", "aten::ger", "aten::addr"):
+    if name in ("aten::outer", "aten::addr"):
         return True
+    if name == "aten::tensordot":
+        return len(node.args[2]) == 0  # type: ignore[arg-type]
+    if name == "aten::kron":
+        return all(is_tensor(x) and any(_lacks(_shape(x), _shape(node)) for x in node.args) for x in node.args)  # type: ignore[arg-type]
     if index.ones and name != "aten::einsum":
         return _is_outer_with_ones(index, node)
-    if name in ("aten::mul", "aten::multiply", "aten::addcmul"):
+    if name in ("aten::mul", "aten::addcmul"):
         pair = node.args[1:3] if name == "aten::addcmul" else node.args[:2]
         if not all(is_tensor(x) for x in pair) or len(pair) < 2:
             return False
         out = _varying(index, node)
         return all(_lacks(_varying(index, x), out) for x in pair)  # type: ignore[arg-type]
-    if name in ("aten::matmul", "aten::bmm", "aten::mm", "aten::baddbmm", "aten::addmm"):
+    if name in _MATRIX_PRODUCTS:
         pair = node.args[1:3] if name in _FUSED else node.args[:2]
         if not all(is_tensor(x) for x in pair):
             return False
@@ -73,11 +78,11 @@ def _is_outer_with_ones(index: Index, node: fx.Node) -> bool:
     if len(pair) < 2 or not all(is_tensor(x) for x in pair):
         return False
     x, y = (_axes_with_ones(index, p) for p in pair)  # type: ignore[arg-type]
-    if name in ("aten::mul", "aten::multiply", "aten::addcmul"):
+    if name in ("aten::mul", "aten::addcmul"):
         rank = max(len(x), len(y))
         axes = list(zip([()] * (rank - len(x)) + x, [()] * (rank - len(y)) + y, strict=True))
         return all(any(flat(a) and not flat(b) for a, b in side) for side in (axes, [(b, a) for a, b in axes]))
-    if name in ("aten::matmul", "aten::bmm", "aten::mm", "aten::baddbmm", "aten::addmm") and min(len(x), len(y)) > 1:
+    if name in _MATRIX_PRODUCTS and min(len(x), len(y)) > 1:
         return bool(flat(x[-2]) and flat(y[-1])) and not flat(x[-1]) and not flat(y[-2])
     return False
 
@@ -126,7 +131,9 @@ def _additions(seed: fx.Node) -> list[fx.Node]:
         for user in node.users:
             if name_of(user) in _ADDITIONS and full_size(node, user):
                 found.append(user)
-            elif steps < 8 and (is_view(user) or (name_of(user) in _MASKINGS and full_size(node, user))):
+            elif steps < 8 and (
+                is_view(user) or name_of(user) in CASTS or (name_of(user) in _MASKINGS and full_size(node, user))
+            ):
                 waiting.append((user, steps + 1))
     return found
 
@@ -140,7 +147,7 @@ def _only_addition(node: fx.Node) -> fx.Node | None:
             return None
         if full_size(node, user) and (name in _ADDITIONS or name == "aten::where"):
             return user
-        masks = name in ("aten::mul", "aten::multiply", "aten::masked_fill")
+        masks = name in ("aten::mul", "aten::masked_fill")
         if not is_view(user) and not (masks and full_size(node, user)):
             return None
         node = user
@@ -202,9 +209,12 @@ def _carriers(index: Index, node: fx.Node) -> list[fx.Node]:
     return [x for x in node.args[:2] if isinstance(x, fx.Node) and full_size(x, node)]
 
 
+_PAIRS = frozenset(["aten::view_as_complex", "aten::view_as_real"])
+
+
 def stored_origin(node: fx.Node) -> fx.Node:
     """The value that a state was stored from: views and casts, roundings included, are gone back through."""
-    while is_view(node) or name_of(node) in CASTS:
+    while is_view(node) or name_of(node) in CASTS or name_of(node) in _PAIRS:
         if not is_tensor(node.args[0]):
             break
         node = node.args[0]  # type: ignore[assignment]

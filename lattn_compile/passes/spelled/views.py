@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import CASTS, SHAPE_ONLY, is_snapshot, is_tensor, name_of
+from lattn_compile.passes.spelled.aten import CASTS, SHAPE_ONLY, arguments, is_snapshot, is_tensor, name_of
 from lattn_compile.passes.spelled.labels import same_size
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["PICKS", "is_view", "of_booleans", "only_shape"]
+__all__ = ["PICKS", "fill_of", "is_view", "of_booleans", "only_shape"]
 
 PICKS = frozenset(["aten::select", "aten::slice", "aten::flip", "aten::index_select"])
 """Some of the values of their first argument."""
@@ -81,3 +81,21 @@ def only_shape(node: fx.Node) -> bool:
             return False
         waiting.extend(user.users)
     return True
+
+
+def fill_of(node: fx.Node) -> float | None:
+    """The number that every element of a tensor is made as."""
+    name = name_of(node)
+    if not is_tensor(node) or name not in _FILLS:
+        return None
+    if _FILLS[name] is not None:
+        return _FILLS[name]
+    x = arguments(node).get("fill_value")
+    return float(x) if isinstance(x, (int, float)) else None
+
+
+_FILLS = {
+    **dict.fromkeys(("aten::zeros", "aten::new_zeros", "aten::zeros_like"), 0.0),
+    **dict.fromkeys(("aten::ones", "aten::new_ones", "aten::ones_like"), 1.0),
+    **dict.fromkeys(("aten::full", "aten::new_full", "aten::full_like"), None),
+}

@@ -129,7 +129,8 @@ class Writer:
                         return self.call(aten.sym_size.int, node, dim)
         raise LookupError(f"no node before {self.before} has the size {n}")
 
-    def undo(self) -> None:
-        for node in reversed(self.inserted):
+    def undo(self, mark: int = 0) -> None:
+        """Take away what was inserted after the first `mark` nodes."""
+        for node in reversed(self.inserted[mark:]):
             self.graph.erase_node(node)
-        self.inserted.clear()
+        del self.inserted[mark:]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections import Counter
 from typing import Any
 
@@ -108,9 +109,16 @@ def _check_every_layer_is_rewritten(case: Case, kind: str, form: str) -> None:
         assert sum("lattn." in str(n.target) for n in after) == 1
 
 
-CALLS = [("forward", 5), ("forward", 70), ("forward", 128), ("cached", 1), ("cached", 5)]
-HF_CASES = [("qwen3_next", *c) for c in CALLS] + [("qwen3_5", "prefill", 70), ("qwen3_5", "cached", 1)]
-HF_CASES += [("kimi_linear", *c) for c in (("forward", 5), ("prefill", 128), ("cached", 1))]
+CALLS = [("forward", 5), ("forward", 70), ("forward", 128), ("prefill", 70), ("cached", 1), ("cached", 5)]
+HF_CASES = [
+    ("qwen3_next", "forward", 70),
+    ("qwen3_next", "cached", 5),
+    ("qwen3_5", "prefill", 70),
+    ("qwen3_5", "cached", 1),
+]
+HF_CASES += [("kimi_linear", "forward", 5), ("kimi_linear", "prefill", 128), ("kimi_linear", "cached", 1)]
+if os.environ.get("LATTN_CORPUS") == "full":
+    HF_CASES = sorted({*HF_CASES, *((name, *call) for name in KINDS for call in CALLS)})
 
 
 @pytest.mark.parametrize(("name", "call", "tokens"), HF_CASES)

@@ -1,0 +1,71 @@
+"""Fills in the tables of `prefill.md`, beside this file: residuals of the inverses. Run it after changing one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lattn_compile.kernels.reference.inverse import inverse_of, residual
+from lattn_compile.modes import BlockDoubling, Inverse, Neumann, NewtonSchulz
+
+PAGE = Path(__file__).resolve().with_name("prefill.md")
+
+KEYS = ("independent", "cosine 0.5", "cosine 0.9", "repeated")
+BETAS = (0.5, 1.0, 1.9)
+GATES = (0.0, -0.01, -1.0)
+INVERSES: tuple[str | Inverse, ...] = (
+    *(Neumann(order) for order in (7, 15, 31, 63)),
+    *(NewtonSchulz(iterations) for iterations in (4, 6)),
+    *(BlockDoubling(block) for block in (8, 16)),
+    "exact",
+)
+MAX_RESIDUAL = 1e-3
+SEEDS = 8
+
+
+def system(keys: str, beta: float, g: float, *, seed: int = 0, size: int = 64, key_dim: int = 128) -> Tensor:
+    """A of `I + A`, float32 `[size, size]`: unit keys at some cosine to one direction, one beta, one gate."""
+    rng = torch.Generator().manual_seed(seed)
+    cosine = {"independent": 0.0, "repeated": 1.0}.get(keys) if " " not in keys else float(keys.split()[1])
+    assert cosine is not None
+    direction = torch.nn.functional.normalize(torch.randn(key_dim, generator=rng, dtype=torch.float64), dim=0)
+    noise = torch.randn(size, key_dim, generator=rng, dtype=torch.float64)
+    noise = torch.nn.functional.normalize(noise - (noise @ direction)[:, None] * direction, dim=-1)
+    unit = cosine * direction + (1 - cosine**2) ** 0.5 * noise
+    at = torch.arange(size, dtype=torch.float64)
+    return (beta * (unit @ unit.T) * torch.exp(g * (at[:, None] - at))).tril(-1).float()
+
+
+def worst(keys: str, beta: float, g: float, inverse: str | Inverse) -> float:
+    """The largest residual of some chunks of 64 tokens, computed in float32."""
+    strict = torch.stack([system(keys, beta, g, seed=seed) for seed in range(SEEDS)])
+    return float(residual(strict, inverse_of(strict, inverse)).max())
+
+
+def table(beta: float) -> str:
+    names = [str(inverse) for inverse in INVERSES]
+    lines = ["| keys | g | " + " | ".join(names) + " |", "|---|---|" + "---:|" * len(names)]
+    for keys in KEYS:
+        for g in GATES:
+            cells = [worst(keys, beta, g, inverse) for inverse in INVERSES]
+            shown = [f"**{_short(x)}**" if x <= MAX_RESIDUAL else _short(x) for x in cells]
+            lines.append(f"| {keys} | {g:g} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def _short(x: float) -> str:
+    return f"{x:.0e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+
+
+def main() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    found = "\n\n".join(f"`beta = {beta:g}`:\n\n{table(beta)}" for beta in BETAS)
+    text = re.sub(r"(?s)(<!-- residuals -->\n).*(<!-- end -->)", lambda m: f"{m[1]}\n{found}\n\n{m[2]}", text)
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Whose tokens and whose slot: what a program of the in-place kernels asks the device before it computes.
+
+Nothing of it is known on the host, so that a CUDA graph may record a step once and replay it for any batch.
+"""
+
+# Triton's language, not Python: no annotations but constants, conditions on constants stand alone.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lattn_compile.kernels.common.inputs import rstd
+
+__all__ = ["has_state", "normalised", "slot_of", "tokens_of"]
+
+
+@triton.jit
+def tokens_of(i_seq, ends, lengths, tokens, sequences):
+    """A sequence's flat tokens: (the first, int64; how many count; of how many rows it writes the outputs).
+
+    Args:
+        ends: `cu_seqlens`, int `[N + 1]`, or None: `tokens` are each sequence's own. lengths: int `[N]` or None.
+        tokens: T, or under `ends` all of the call's. The last sequence also writes the rows that are nobody's.
+    """
+    if ends is None:
+        first = i_seq.to(tl.int64) * tokens
+        count = tokens
+        rows = tokens
+    else:
+        first = tl.minimum(tl.maximum(tl.load(ends + i_seq).to(tl.int64), 0), tokens)
+        last = tl.minimum(tl.maximum(tl.load(ends + i_seq + 1).to(tl.int64), 0), tokens)
+        count = tl.maximum(last - first, 0).to(tl.int32)
+        rows = tl.where(i_seq == sequences - 1, tokens - first, count).to(tl.int32)
+    if lengths is not None:
+        given = tl.load(lengths + i_seq).to(tl.int64)
+        count = tl.minimum(tl.maximum(given, 0), count).to(tl.int32)
+    return first, count, rows
+
+
+@triton.jit
+def slot_of(i_seq, indices, padding, slots):
+    """(slot, int64, 0 where there is none; whether the sequence has one; whether it names one that there is not)."""
+    if indices is None:
+        slot = i_seq.to(tl.int64)
+        live = slot >= 0
+        wrong = slot < 0
+    else:
+        given = tl.load(indices + i_seq).to(tl.int64)
+        live = (given >= 0) & (given < slots) & (given != padding)
+        wrong = (live == 0) & (given != padding) & (given != -1)
+        slot = tl.where(live, given, 0)
+    return slot, live, wrong
+
+
+@triton.jit
+def has_state(i_seq, fresh):
+    """Whether the engine says that a sequence goes on: `has_initial_state`, uint8 `[N]`, or None for all."""
+    if fresh is None:
+        has = i_seq >= 0
+    else:
+        has = tl.load(fresh + i_seq) != 0
+    return has
+
+
+@triton.jit
+def _larger(a, b, c, x, y, z):
+    return tl.maximum(a, x), tl.maximum(b, y), tl.maximum(c, z)
+
+
+@triton.jit
+def normalised(p_q, p_k, scale, K: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, NORM: tl.constexpr):
+    """What `common.inputs.pair_up` makes of one token and key head: (factor of q, factor of k, `k . q` of both).
+
+    The factors are the reciprocal norms, 1 without NORM; the query's product with `scale` comes after its own. Each
+    warp
+    sums two rows of the same numbers, so that a row lies in a thread and its neighbours as one of `pair_up` does and
+    sums run in the same order: the offline tests compare these layouts. The rows' maximum is any of them.
+    """
+    channel = tl.arange(0, BK)[None, :] + tl.arange(0, 2 * WARPS)[:, None] * 0
+    inside = channel < K
+    b_q = tl.load(p_q + channel, mask=inside, other=0.0).to(tl.float32)
+    b_k = tl.load(p_k + channel, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        by_q = rstd(tl.sum(b_q * b_q, 1))
+        by_k = rstd(tl.sum(b_k * b_k, 1))
+        b_q = b_q * by_q[:, None]
+        b_k = b_k * by_k[:, None]
+    else:
+        by_q = tl.full((2 * WARPS,), 1.0, tl.float32)
+        by_k = by_q
+    dot = tl.sum(b_k * (b_q * scale), 1)
+    # All three with one exchange between the warps.
+    return tl.reduce((by_q, by_k, dot), 0, _larger)

@@ -1,0 +1,316 @@
+"""`lattn::decode_` on the device: tokens of every sequence on the codes that its slot holds, in one launch.
+
+The state of a head is spread over lanes as in `decode_forward.py`, sums run in the same order and a write is the same
+`quantize`, so a stored state has the bits that the emulated kernel's would have.
+"""
+
+# Triton's language, not Python: no annotations but constants, tuples grow, conditions on constants stand alone.
+# mypy: ignore-errors
+# ruff: noqa: RUF005
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lattn_compile.kernels.common.inputs import exp
+from lattn_compile.kernels.common.packed_gates import decay_of, exps, log_decays_of, strength_of
+from lattn_compile.kernels.common.packed_rows import has_state, normalised, slot_of, tokens_of
+from lattn_compile.kernels.common.packed_tiles import decoded, load_codes, load_steps
+from lattn_compile.kernels.common.pieces import columns, dot, key_channels, lanes, scaled
+from lattn_compile.kernels.decode_codec import quantize
+from lattn_compile.kernels.packed_write import keys, updated, write_back
+
+__all__ = ["step"]
+
+
+@triton.jit
+def _pair(
+    token,
+    i_key,
+    q,
+    k,
+    scale,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    channel,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    WARPS: tl.constexpr,
+    MASKED: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """One token's key and query in pieces, and their product."""
+    p_q = q + (token * q_token + i_key * q_head)
+    p_k = k + (token * k_token + i_key * k_head)
+    by_q, by_k, dot_kq = normalised(p_q, p_k, scale, K, BK, WARPS, NORM)
+    b_k = keys(p_k, by_k, 1.0, channel, K, PIECES, STEP, MASKED)
+    b_q = keys(p_q, by_q, scale, channel, K, PIECES, STEP, MASKED)
+    return b_k, b_q, dot_kq
+
+
+@triton.jit
+def _gates(
+    token,
+    head,
+    g,
+    beta,
+    a_log,
+    bias,
+    bound,
+    g_token,
+    g_head,
+    beta_token,
+    beta_head,
+    channel,
+    K: tl.constexpr,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    MASKED: tl.constexpr,
+    DECAY: tl.constexpr,
+    GATE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+):
+    """One token's decay of one head, a number or pieces, and its write strength."""
+    decay = 1.0
+    if DECAY == 1:
+        decay = exp(decay_of(g + (token * g_token + head * g_head), a_log, bias, bound, head, GATE))
+    if DECAY == 2:
+        p_g = g + (token * g_token + head * g_head)
+        decay = exps(log_decays_of(p_g, a_log, bias, bound, head, channel, K, PIECES, STEP, MASKED, GATE), PIECES)
+    strength = 1.0
+    if beta is not None:
+        strength = strength_of(beta + (token * beta_token + head * beta_head), SIGMOID)
+    return decay, strength
+
+
+@triton.jit
+def _advanced(
+    S,
+    b_k,
+    b_q,
+    dot_kq,
+    b_v,
+    decay,
+    strength,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    FLIP: tl.constexpr,
+    DELTA: tl.constexpr,
+    DECAY: tl.constexpr,
+    BETA: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    AFTER: tl.constexpr,
+    WRITE: tl.constexpr,
+):
+    """The state after a token, rounded under WRITE, and the token's output."""
+    if DECAY:
+        S = scaled(S, decay, DECAY == 2, PIECES)
+    u = b_v
+    if DELTA:
+        u = b_v - dot(S, b_k, PIECES, FLIP)
+    if BETA:
+        u = strength * u
+    if not AFTER:
+        # Of the state before the update, so that both sums run side by side.
+        read = tl.fma(u, dot_kq, dot(S, b_q, PIECES, FLIP))
+    S = updated(S, b_k, u, PIECES)
+    if WRITE and FORMAT != "":
+        S, _, _ = quantize(S, FORMAT, BLOCK_K, BLOCK_V, PIECES, STEP, FLIP)
+    if AFTER:
+        read = dot(S, b_q, PIECES, FLIP)
+    return S, read
+
+
+@triton.jit(do_not_specialize=["tokens", "sequences", "slots", "padding"])
+def step(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    codes,
+    scales,
+    blocks,
+    cursor,
+    indices,
+    fresh,
+    ends,
+    lengths,
+    o,
+    a_log,
+    bias,
+    scale,
+    bound,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    v_column,
+    g_token,
+    g_head,
+    beta_token,
+    beta_head,
+    tokens,
+    sequences,
+    slots,
+    padding,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    LANES: tl.constexpr,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    WARPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    FLIP: tl.constexpr,
+    HEADS: tl.constexpr,
+    SINGLE: tl.constexpr,
+    NORM: tl.constexpr,
+    DELTA: tl.constexpr,
+    DECAY: tl.constexpr,
+    GATE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    AFTER: tl.constexpr,
+    FAST: tl.constexpr,
+    HEAD_CODES: tl.constexpr,
+    HEAD_SCALES: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr,
+):
+    """A step of every sequence, in place.
+
+    Args:
+        q, k: `[M, H, K]`, v: `[M, HV, V]`, g: `[M, HV]` or `[M, HV, K]` or None, beta: `[M, HV]` or None, strided,
+            their
+            channels contiguous but for v's. M flat tokens, sequence by sequence.
+        codes, scales, blocks: `[slots, HV, ..]`, written. HEAD_CODES, HEAD_SCALES, HEAD_BLOCKS: elements of one head.
+            scales, blocks may be None.
+        cursor: int32 `[slots]`, written. indices: int `[N]` or None. fresh: uint8 `[N]`, `has_initial_state`, or None.
+        ends, lengths, tokens, sequences: as `tokens_of` takes them. o: `[M, HV, V]`, all of it written.
+        a_log, bias, bound: of the raw gate, GATE; SIGMOID: beta is raw (`packed_gates.py`).
+        slots, padding: number of slots, and the slot that is none.
+        SINGLE: no sequence has more than one token. HEADS: value heads of a program, of one key head.
+        DECAY: 0 none, 1 by head, 2 by channel. FORMAT: "" for fp32. AFTER: outputs are read after the rounding.
+
+    Grid: (column blocks * (HV / HEADS) * N,).
+    """
+    i = tl.program_id(0)
+    WIDTH: tl.constexpr = WARPS * COLUMNS
+    BLOCKS: tl.constexpr = (V + WIDTH - 1) // WIDTH
+    MASKED: tl.constexpr = LANES * PIECES * STEP != K
+    PROGRAMS: tl.constexpr = BLOCKS * (HV // HEADS)  # of a sequence
+    i_block, i_seq = i % BLOCKS, i // PROGRAMS
+    i_head = i // BLOCKS % (HV // HEADS) * HEADS
+    i_key = i_head // (HV // H)
+    first, count, rows = tokens_of(i_seq, ends, lengths, tokens, sequences)
+    slot, live, wrong = slot_of(i_seq, indices, padding, slots)
+
+    channel = key_channels(LANES, PIECES * STEP, STEP, FLIP)
+    column = columns(i_block * WIDTH, WARPS, COLUMNS)
+    lane = lanes(LANES, FLIP)
+    inside = column < V
+    # One lane group writes what all of them hold. The pointers are those of a state's piece, lest it changes layout.
+    once = tl.max_contiguous(column[None, :, None, :] + lane * 0, (1, 1, 1, VECTOR))
+    write_once = (lane == 0) & (column[None, :, None, :] < V)
+    o_token = HV * V
+    p_o = o + i_head * V + once
+
+    used = tl.where(live, count, 0)
+    blank = tl.broadcast_to(tl.where(wrong, float("nan"), 0.0), once.shape).to(o.dtype.element_ty)
+    for t in range(used, rows):
+        for h in tl.static_range(HEADS):
+            tl.store(p_o + ((first + t) * o_token + h * V), blank, mask=write_once)
+    if used == 0:
+        return
+
+    at = tl.load(cursor + slot)
+    stored = has_state(i_seq, fresh) & (at >= 0)
+    if at < 0:  # noqa: SIM102 - an atomic belongs into one branch only
+        # Every program has to find a cursor of a slot without a state before it says that there is one. So each takes
+        # one off, and who finds that all others have writes it.
+        if tl.atomic_add(cursor + slot, -1) == -PROGRAMS:
+            tl.store(cursor + slot, 0)
+
+    # All loads of the states first: their latency is paid once.
+    row = slot * HV + i_head
+    raw = ()
+    steps = ()
+    for h in tl.static_range(HEADS):
+        raw = raw + (
+            load_codes(
+                codes + (row + h) * HEAD_CODES, channel, column, stored, K, V, VECTOR, PIECES, STEP, FORMAT
+            ),
+        )  # fmt: skip
+        steps = steps + (
+            load_steps(
+                scales + (row + h) * HEAD_SCALES if HEAD_SCALES else None,
+                blocks + (row + h) * HEAD_BLOCKS if HEAD_BLOCKS else None,
+                channel, column, i_block * WIDTH, stored, K, V, WIDTH, PIECES, STEP, FORMAT, BLOCK_K, BLOCK_V, VECTOR,
+            ),
+        )  # fmt: skip
+
+    if SINGLE:
+        b_k, b_q, dot_kq = _pair(
+            first, i_key, q, k, scale, q_token, q_head, k_token, k_head, channel, K, BK, PIECES, STEP, WARPS, MASKED,
+            NORM,
+        )  # fmt: skip
+        values = ()
+        gates = ()
+        for h in tl.static_range(HEADS):
+            p_v = v + (first * v_token + (i_head + h) * v_head) + column * v_column
+            values = values + (tl.load(p_v, mask=inside, other=0.0).to(tl.float32),)
+            gates = gates + (
+                _gates(
+                    first, i_head + h, g, beta, a_log, bias, bound, g_token, g_head, beta_token, beta_head, channel, K,
+                    PIECES, STEP, MASKED, DECAY, GATE, SIGMOID,
+                ),
+            )  # fmt: skip
+    for h in tl.static_range(HEADS):
+        S = decoded(raw[h], steps[h], channel, PIECES, FORMAT, FAST)
+        if SINGLE:
+            S, read = _advanced(
+                S, b_k, b_q, dot_kq, values[h], gates[h][0], gates[h][1], PIECES, STEP, FLIP, DELTA, DECAY,
+                beta is not None, FORMAT, BLOCK_K, BLOCK_V, AFTER, AFTER,
+            )  # fmt: skip
+            read = tl.broadcast_to(read[None, :, None, :], once.shape).to(o.dtype.element_ty)
+            tl.store(p_o + (first * o_token + h * V), read, mask=write_once)
+        else:
+            for t in range(used):
+                token = first + t
+                b_k, b_q, dot_kq = _pair(
+                    token, i_key, q, k, scale, q_token, q_head, k_token, k_head, channel, K, BK, PIECES, STEP, WARPS,
+                    MASKED, NORM,
+                )  # fmt: skip
+                p_v = v + (token * v_token + (i_head + h) * v_head) + column * v_column
+                b_v = tl.load(p_v, mask=inside, other=0.0).to(tl.float32)
+                decay, strength = _gates(
+                    token, i_head + h, g, beta, a_log, bias, bound, g_token, g_head, beta_token, beta_head, channel, K,
+                    PIECES, STEP, MASKED, DECAY, GATE, SIGMOID,
+                )  # fmt: skip
+                S, read = _advanced(
+                    S, b_k, b_q, dot_kq, b_v, decay, strength, PIECES, STEP, FLIP, DELTA, DECAY, beta is not None,
+                    FORMAT, BLOCK_K, BLOCK_V, AFTER, True,
+                )  # fmt: skip
+                read = tl.broadcast_to(read[None, :, None, :], once.shape).to(o.dtype.element_ty)
+                tl.store(p_o + (token * o_token + h * V), read, mask=write_once)
+
+        # Rounding what was rounded changes nothing, so codes are made once, here.
+        write_back(
+            codes + (row + h) * HEAD_CODES, scales + (row + h) * HEAD_SCALES if HEAD_SCALES else None,
+            blocks + (row + h) * HEAD_BLOCKS if HEAD_BLOCKS else None, S, channel, column, i_block * WIDTH, K, V, WIDTH,
+            LANES, PIECES, STEP, VECTOR, FLIP, FORMAT, BLOCK_K, BLOCK_V, FAST,
+        )  # fmt: skip

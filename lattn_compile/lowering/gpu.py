@@ -1,0 +1,172 @@
+"""The ops on a GPU as launches of our Triton kernels in Inductor's own module, instead of calls back into Python.
+
+What a call launches is said once, by the kernels' host sides (`kernels/*_call.py`). Here an op's host side is traced
+with its launches written into the graph (`kernels/common/launch.py`), below autograd: outputs and workspaces become
+Inductor's buffers, small ATen operations between launches fuse with their surroundings, and the kernels are compiled,
+launched and recorded (C++ wrapper, AOTInductor, CUDA graphs) like any that Inductor makes. Which form, which tiles and
+which checkpoints follows from shapes and options, as when the op is called: the same kernels get the same arguments.
+
+One token of `lattn::decode` writes the state where it found it, so that a cache that is written in the graph is written
+by the kernel and never copied.
+
+What stays a call of the op: sizes that are not known when the graph is compiled (the batch of a decode step may be),
+long training runs of the token loop, whose backward is hundreds of launches and whose encoded checkpoints a kernel
+writes through two views of one buffer, and everything that the reference computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lattn_compile.kernels.common.launch import recording
+from lattn_compile.ops import chunk as chunk_op
+from lattn_compile.ops import dispatch
+from lattn_compile.ops import replay as replay_op
+from lattn_compile.ops.call import plan, prefix_forward
+from lattn_compile.ops.decode import DecodeOptions, checkpoint_rows, empty_checkpoints
+from lattn_compile.ops.options import Options
+from lattn_compile.ops.validate import Geometry, Tensors
+
+__all__ = ["LOWERINGS", "PROVEN", "identity", "post_grad", "takes_decode"]
+
+PROVEN: frozenset[str] = frozenset()
+"""Of "decode", "chunk", "replay": what was seen to be right on a GPU in this form. A policy's kernel="auto" gets these
+so, "triton" all."""
+
+_ONE_PIECE = 32
+"""Tokens of a `decode` whose backward is one stretch."""
+
+_TENSORS = len(dataclasses.fields(Tensors))
+
+
+def _is_triton(form: str, t: Tensors, geometry: Geometry, shared: Options) -> bool:
+    """Whether the call, its exact prefix included, is launches of Triton kernels and nothing else, of known sizes."""
+    if t.q.device.type != "cuda" or not (form in PROVEN or shared.implementation == "triton"):
+        return False
+    if not isinstance(geometry.tokens, int) or (geometry.tokens != 1 and not isinstance(geometry.sequences, int)):
+        return False
+    if shared.gate is not None:  # Inductor keeps nothing of a cast there and back
+        return False
+    if not _chosen(form, shared, shared.work):
+        return False
+    if t.prefix_lengths is None or shared.quantize is None:
+        return shared.prefill is None
+    return shared.prefill is None and _chosen("chunk", shared, dataclasses.replace(shared.work, quantize=None))
+
+
+def _chosen(form: str, shared: Options, work: dispatch.Work) -> bool:
+    return dispatch.objection(form, work) is None and dispatch.choose(form, shared.implementation, work) == "triton"
+
+
+def takes_decode(t: Tensors, options: dict[str, Any]) -> bool:
+    """Whether `decode` takes the call."""
+    chosen = DecodeOptions(**options)
+    geometry, shared = chosen.checked(t)
+    if not _is_triton("decode", t, geometry, shared):
+        return False
+    return shared.quantize is None or not chosen.checkpoint_every or geometry.tokens == 1
+
+
+def decode(*tensors: Any, **options: Any) -> Any:
+    """Decomposition of `lattn::decode`, or NotImplemented for what stays a call of the op."""
+    return _traced(_decode, *tensors, **options) if takes_decode(Tensors(*tensors), options) else NotImplemented
+
+
+def _decode(*tensors: Any, **options: Any) -> tuple[Tensor, ...]:
+    if Tensors(*tensors).q.shape[1] != 1:
+        return _own(torch.ops.lattn.decode.default, *tensors, **options)
+    # The op's own host side, but that nobody fills memory which is written whole, and that the state stays in
+    # its place.
+    from lattn_compile.kernels import decode as kernel
+
+    t, chosen = Tensors(*tensors), DecodeOptions(**options)
+    geometry, shared = chosen.checked(t)
+    p = plan(t, geometry, shared, chunk_size=None)
+    shape = (geometry.flat_tokens, *t.v.shape[2:])
+    ragged = t.cu_seqlens is not None or t.sequence_lengths is not None
+    o = t.q.new_zeros(shape) if ragged else t.q.new_empty(shape)
+    checkpoints = empty_checkpoints(t, geometry, shared.quantize, chosen.checkpoint_every)
+    rows, every = checkpoint_rows(checkpoints, geometry, shared.quantize, chosen.checkpoint_every)
+    state = prefix_forward(p, shared, o)
+    state = kernel.forward(*p.flat, state, p.begin, p.length, o, rows, every, **shared.suffix(), in_place=True)
+    return o.view(t.v.shape), state, checkpoints
+
+
+def decode_backward(*args: Any, **options: Any) -> Any:
+    """Decomposition of `lattn::decode_backward`, of few tokens."""
+    t = Tensors(*args[2 : 2 + _TENSORS])
+    geometry, shared = DecodeOptions(**options).checked(t)
+    if not _is_triton("decode", t, geometry, shared) or geometry.tokens > _ONE_PIECE:
+        return NotImplemented
+    return _traced(_own, torch.ops.lattn.decode_backward.default, *args, **options)
+
+
+def chunk(*tensors: Any, **options: Any) -> Any:
+    """Decomposition of `lattn::chunk`."""
+    t = Tensors(*tensors)
+    if not _is_triton("chunk", t, *chunk_op._Chunk(**options).checked(t)):
+        return NotImplemented
+    return _traced(_own, torch.ops.lattn.chunk.default, *tensors, **options)
+
+
+def chunk_backward(*args: Any, **options: Any) -> Any:
+    """Decomposition of `lattn::chunk_backward`."""
+    t = Tensors(*args[2 : 2 + _TENSORS])
+    if not _is_triton("chunk", t, *chunk_op._Chunk(**options).checked(t)):
+        return NotImplemented
+    return _traced(_own, torch.ops.lattn.chunk_backward.default, *args, **options)
+
+
+def replay(*tensors: Any, **options: Any) -> Any:
+    """Decomposition of `lattn::replay`: of replay, not of two precisions, whose read copy is rounded in between."""
+    if not _takes_replay(tensors, options):
+        return NotImplemented
+    return _traced(_own, torch.ops.lattn.replay.default, *tensors, **options)
+
+
+def _takes_replay(tensors: Any, options: dict[str, Any]) -> bool:
+    (t, carried), chosen = replay_op._sort(tensors), replay_op._Replay(**options)
+    if chosen.two_precision:
+        return False
+    return _is_triton("decode" if chosen.is_token_mode else "replay", t, *chosen.resolved(t, carried))
+
+
+def _own(op: Any, *args: Any, **options: Any) -> Any:
+    """The op's host side, as a call of it runs."""
+    from lattn_compile.lowering import _torch_triton as private
+
+    return private.implementation(op)(*args, **options)
+
+
+def _traced(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    from lattn_compile.lowering import _torch_triton as private
+
+    with recording(private.written):
+        return private.functional(function)(*args, **options)
+
+
+LOWERINGS: tuple[tuple[Any, Callable[..., Any], str, Callable[[Tensors, dict[str, Any]], bool] | None], ...] = (
+    (torch.ops.lattn.decode.default, decode, "triton", takes_decode),
+    (torch.ops.lattn.decode_backward.default, decode_backward, "triton", None),
+    (torch.ops.lattn.chunk.default, chunk, "triton", None),
+    (torch.ops.lattn.chunk_backward.default, chunk_backward, "triton", None),
+    (torch.ops.lattn.replay.default, replay, "triton", None),
+)
+"""Op, decomposition, kernel as reports name it, and whether a call is taken."""
+
+
+def post_grad(graph: torch.fx.Graph) -> None:
+    """What the launches in a graph need of it, behind all other passes."""
+    from lattn_compile.lowering.gpu_memory import keep_inputs
+
+    keep_inputs(graph)
+
+
+def identity() -> str:
+    """For the keys of caches: what is lowered here, which a benchmark or a test may change."""
+    return ",".join(sorted(PROVEN))

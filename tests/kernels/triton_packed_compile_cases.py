@@ -1,0 +1,160 @@
+"""The in-place kernels compiled for GPUs that are not here, within budgets. Run by `test_triton_packed.py`.
+
+Their speed rests on the budgets: no spilled registers, bytes made numbers by permutation and not by conversion, codes
+moved eight and more bytes at a time. LATTN_COMPILE_ALL=1 compiles every format and mode for every target.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from lattn_compile.packed import layout
+from lattn_compile.policy import Exact, Policy, Replay, TwoPrecision
+
+pytest.importorskip("triton")
+
+from lattn_compile.formats import parse
+from lattn_compile.formats.quantizer import Quantizer
+from lattn_compile.kernels import decode, packed, packed_launch
+from tests.kernels.decode_calls import make_call
+from tests.kernels.offline import TARGETS, Built, Launch, build, launches
+
+ALL = "LATTN_COMPILE_ALL" in os.environ
+H, HV = 16, 32
+
+
+def _launches(
+    policy: Policy,
+    *,
+    batch: int = 256,
+    tokens: int = 1,
+    decay: str = "head",
+    flush: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    **sizes: int,
+) -> list[Launch]:
+    """What a step of a model's layer launches."""
+    K, V = sizes.get("key_dim", 128), sizes.get("value_dim", 128)
+    call, heads = layout.call_of(policy), layout.Heads(H, HV, K, V, decay, True)
+    rows = {n: torch.empty(1, *size, dtype=d) for n, (d, size) in layout.shapes(call, heads).items()}
+    cursor, slots = torch.zeros(1, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
+    quantize = None if call.write == "exact" else Quantizer(parse(call.state_format))
+    written: dict[str, Any] = {"write": call.write, "quantize": quantize, "window": call.window, "anchor": call.anchor}
+    if flush:
+        own = {"heads": heads[:4], "decay": decay, "has_beta": True, "rule": "delta", "padding_slot": -1}
+        return launches(lambda: packed.flush(rows, cursor, slots, **own, **written))
+    x = [torch.empty(batch, tokens, h, n, dtype=dtype) for h, n in ((H, K), (H, K), (HV, V))]
+    g = torch.empty(batch, tokens, HV, *([K] if decay == "channel" else []))
+    beta = torch.empty(batch, tokens, HV, dtype=torch.bfloat16)
+    own = {"rule": "delta", "scale": 0.1, "qk_l2norm": True, "padding_slot": -1, "readout": call.readout}
+    return launches(lambda: packed.step(*x, g, beta, rows, cursor, slots, None, None, None, **own, **written))
+
+
+def _built(policy: Policy, target: str = "sm_90", **more: Any) -> Built:
+    (launch,) = _launches(policy, **more)
+    kernel = build(launch, target)
+    assert kernel.shared <= 48 * 1024
+    return kernel
+
+
+def _opcodes(kernel: Built) -> collections.Counter[str]:
+    """Instructions of the whole program."""
+    return collections.Counter(line.split()[0] for line in kernel.sass if line)
+
+
+@pytest.mark.parametrize(
+    ("policy", "instructions"), [(Policy("int8"), 2600), (Policy(write=Exact()), 1700)], ids=["int8", "exact"]
+)
+def test_a_token_spills_nothing_and_converts_nothing(policy: Policy, instructions: int) -> None:
+    kernel = _built(policy)
+    found = _opcodes(kernel)
+    assert kernel.registers is not None and kernel.registers <= 255 and kernel.stack == 0
+    assert not any(name.startswith("I2F") for name in found), found
+    assert sum(found.values()) <= instructions
+    # Eight codes, or four numbers, an access.
+    wide = found["LDG.E.64"] if policy.write != Exact() else found["LDG.E.128"]
+    assert wide >= 16
+
+
+@pytest.mark.parametrize("decay", ["head", "channel"] if ALL else ["head"])
+def test_a_window_spills_nothing(decay: str) -> None:
+    for policy in (
+        (Policy("int8", write=Replay(8)), Policy(write=TwoPrecision(16))) if ALL else (Policy("int8", write=Replay(8)),)
+    ):
+        kernel = _built(policy, decay=decay)
+        assert kernel.registers is not None and kernel.registers <= 255 and kernel.stack == 0
+        assert kernel.scattered_reductions() == []
+        assert not any(name.startswith("I2F") for name in _opcodes(kernel))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("key_dim", [64, 128, 256] if ALL else [128])
+def test_norms_are_summed_in_the_order_of_the_emulated_kernel(dtype: torch.dtype, key_dim: int) -> None:
+    """What makes a step's bits those of the emulated kernel: a row's threads, and the numbers that each has of it."""
+    if dtype is torch.float32 and key_dim == 256:
+        pytest.skip("the emulated kernel spreads such a row over two warps")
+    call = make_call(key_dim=key_dim, ratio=2, key_heads=2, lengths=(4,))
+    call = call.map(lambda x: x.to(dtype) if x.dim() == 3 else x)
+    (theirs,) = (x for x in launches(lambda: call.forward(decode)) if x.name == "pair_up")
+    (ours,) = _launches(Policy("int8"), key_dim=key_dim, dtype=dtype)
+    rows = [_rows_of_sums(build(launch, "sm_90"), key_dim) for launch in (theirs, ours)]
+    assert rows[0] and rows[0] == rows[1]
+
+
+def _rows_of_sums(kernel: Built, key_dim: int) -> set[tuple[str, str]]:
+    """(numbers a thread, threads a warp) along the rows of the sums over `key_dim` channels."""
+    layouts = dict(re.findall(r"^(#blocked\d*) = #ttg.blocked<\{(.*)\}>$", kernel.ttgir, re.MULTILINE))
+    names = re.findall(rf'"tt\.reduce".*?\}}\) : \(tensor<\d+x{key_dim}xf32, (#\w+)>\) ->', kernel.ttgir, re.DOTALL)
+    found = set()
+    for name in names:
+        what = ("sizePerThread", "threadsPerWarp")
+        size, threads = (re.findall(rf"{x} = \[\d+, (\d+)\]", layouts[name])[0] for x in what)
+        found.add((size, threads))
+    return found
+
+
+POLICIES = {
+    "exact": Policy(write=Exact()),
+    "int8": Policy("int8"),
+    "fp8": Policy("fp8"),
+    "bf16": Policy("bf16"),
+    "nvfp4": Policy("nvfp4"),
+    "int8-replay": Policy("int8", write=Replay(8)),
+    "fp8-two-precision": Policy(write=TwoPrecision(16)),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "NVIDIA", target.startswith("sm_"))
+    if not ALL:
+        if target != "sm_90":
+            _built(Policy("int8"), target, key_dim=32, value_dim=32)
+        return
+    for name, policy in POLICIES.items():
+        for decay in ("head", "channel"):
+            _built(policy, target, decay=decay)
+        _built(policy, target, tokens=4)
+        _built(policy, target, key_dim=60, value_dim=100, batch=3)
+        if "-" in name:
+            _built(policy, target, flush=True)
+
+
+@pytest.mark.parametrize("spec", ["int8", "fp8"])
+def test_every_row_of_the_table_sums_alike(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a sequence has the same bits in any batch, whichever row is chosen."""
+    name = parse(spec).name
+    seen = set()
+    for row in packed_launch.LAUNCHES:
+        monkeypatch.setitem(packed_launch.CHOSEN, name, row)
+        for key_dim, value_dim in ((128, 128), (64, 256), (60, 64), (256, 128)):
+            lay = packed_launch.stored_layout(key_dim, value_dim, Quantizer(parse(spec)))
+            seen.add((key_dim, lay.lanes, lay.pieces, lay.step))
+            assert lay.width * lay.blocks >= value_dim and lay.lanes * lay.columns == 32 * lay.vector
+    assert len(seen) == 4
