@@ -93,7 +93,8 @@ def _takes(takes: Callable[[Tensors, dict[str, Any]], bool], node: fx.Node) -> b
     known = all(v is not None or x is None for v, x in zip(values, node.args, strict=True))
     if len(values) < len(Tensors.__dataclass_fields__) - 2:  # a packed step, whose state is a list
         values = [*values[:5], *[None] * 5]
-    return known and takes(Tensors(*values), dict(node.kwargs))
+    options = {name: _value(x) for name, x in node.kwargs.items()}
+    return known and takes(Tensors(*values), options)
 
 
 def _value(x: Any) -> Any:

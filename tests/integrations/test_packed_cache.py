@@ -91,7 +91,7 @@ class _Steps:
 def _alive() -> int:
     """Bytes of every storage that some tensor of this process holds, each counted once."""
     gc.collect()
-    found = (x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter))
+    found = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}.values())
 
 
