@@ -1,6 +1,6 @@
 """What exported programs are taken apart with, in torch's private interfaces.
 
-Tested on torch 2.11 to 2.13. When a torch release moves something, this file and nothing else changes.
+Tested on torch 2.13. When a torch release moves something, this file and nothing else changes.
 """
 
 from __future__ import annotations
