@@ -421,6 +421,7 @@ def _wire_capture() -> None:
     capture.HOOKS.rule_number = _rule_number
     capture.HOOKS.current_compile = private.current_compile
     capture.HOOKS.module_path = private.module_path
+    capture.HOOKS.compiled_module = private.compiled_module
     normalize.HOOKS.trace = trace_before_autograd
     normalize.HOOKS.untraceable = Untraceable
     normalize.HOOKS.set_grad_enabled = set_grad_enabled

@@ -227,6 +227,11 @@ REASONS: dict[str, Reason] = {
             remedy="Give these layers one policy, or do not mark them as a nested_compile_region.",
         ),
         Reason(
+            code="HEADS_CUT",
+            text="the layer's heads are cut over ranks, and stochastic rounding goes by the number of a head",
+            remedy="Round to nearest there: a rank would number its own heads from 0, and draw others' random bits.",
+        ),
+        Reason(
             code="FORMAT_SHAPE",
             text="the state's K or V does not fit the format's tile",
             remedy="Choose another tile or format for this site.",

@@ -23,11 +23,12 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer, 
 
 from lattn_compile.attach import attached_recipe
 from lattn_compile.carry import Call
-from lattn_compile.errors import LattnError, StateError, UnsupportedError
+from lattn_compile.errors import LattnError, StateError, UnsupportedError, reason
 from lattn_compile.integrations import assisted
 from lattn_compile.packed.layout import call_of
 from lattn_compile.packed.state import QuantizedState
 from lattn_compile.passes import capture
+from lattn_compile.passes.recognize import heads_cut
 from lattn_compile.policy import Policy, Recipe, resolve_recipe
 from lattn_compile.recurrence import KINDS
 
@@ -270,6 +271,13 @@ def _sites(
     for number, (path, module, kind) in enumerate(found):
         name = f"{path}/{kind}#0"
         policy = given.resolve(name)[1]
+        if policy is not None and policy.rounding == "stochastic" and (ranks := heads_cut(module)) > 1:
+            raise UnsupportedError(
+                "recipe",
+                got=f"a policy with rounding='stochastic' at {path}, whose heads are cut over {ranks} ranks",
+                want="rounding='nearest' where heads are cut",
+                remedy=reason("HEADS_CUT").remedy,
+            )
         sites.append((module, None if policy is None else _site(name, policy, number)))
     return sites
 

@@ -32,11 +32,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lattn_compile.attach import RECIPE
-from lattn_compile.errors import PlacementError, UnsupportedError
+from lattn_compile.errors import PlacementError, UnsupportedError, reason
+from lattn_compile.passes.recognize import HEADS_CUT
 from lattn_compile.policy import Recipe
 from lattn_compile.recurrence import KINDS
 
-__all__ = ["HeadParallel", "heads_cut", "parallelize"]
+__all__ = ["HeadParallel", "parallelize"]
 
 
 @dataclass(frozen=True)
@@ -149,11 +150,6 @@ class HeadParallel(ParallelStyle):
         return module
 
 
-def heads_cut(module: type | nn.Module) -> int:
-    """Over how many ranks the heads of a layer (or its class) are cut: 1 if they are not."""
-    return int(getattr(module, "_lattn_heads_cut", 1))
-
-
 @dataclass(frozen=True)
 class _Cut:
     """One layer's layout with its sizes, whole, and the number of ranks."""
@@ -167,7 +163,7 @@ class _Cut:
     @classmethod
     def of(cls, module: nn.Module, ranks: int) -> _Cut:
         layout = LAYOUTS.get(type(module).__name__)
-        if layout is None or hasattr(type(module), "_lattn_heads_cut"):
+        if layout is None or hasattr(type(module), HEADS_CUT):
             raise UnsupportedError(
                 "module",
                 got=type(module).__name__ + (", cut by heads already" if layout is not None else ""),
@@ -253,10 +249,9 @@ def _by_part(x: Tensor, parts: tuple[int, ...], heads: int, dim: int = 0) -> Ten
 @functools.cache
 def _showing_local(cls: type, packed: tuple[tuple[str, tuple[int, ...]], ...], groups: int, ranks: int) -> type:
     """A subclass of `cls` whose parameters are DTensors and show as this rank's tensors; one for all layers alike,
-    which
-    compiled code can share."""
+    which compiled code can share."""
     shown = {name: property(functools.partial(_shown, name=name, parts=parts, groups=groups)) for name, parts in packed}
-    return type(cls.__name__, (cls,), {**shown, "_lattn_heads_cut": ranks, "__module__": cls.__module__})
+    return type(cls.__name__, (cls,), {**shown, HEADS_CUT: ranks, "__module__": cls.__module__})
 
 
 def _shown(module: nn.Module, *, name: str, parts: tuple[int, ...], groups: int) -> Tensor:
@@ -329,7 +324,7 @@ def _check_policies(model: nn.Module, layers: Iterable[str]) -> None:
                 "model",
                 got=f"a policy with rounding='stochastic' at {name}",
                 want="rounding='nearest' where heads are cut",
-                remedy="Random bits go by the number of a head, and a rank would number its own from 0.",
+                remedy=reason("HEADS_CUT").remedy,
             )
 
 

@@ -109,7 +109,7 @@ def decode_backward(*args: Any, **options: Any) -> Any:
 def chunk(*tensors: Any, **options: Any) -> Any:
     """Decomposition of `lattn::chunk`."""
     t = Tensors(*tensors)
-    if not _is_triton("chunk", t, *chunk_op._Chunk(**options).checked(t)):
+    if not _is_triton("chunk", t, *chunk_op.ChunkOptions(**options).checked(t)):
         return NotImplemented
     return _traced(_own, torch.ops.lattn.chunk.default, *tensors, **options)
 
@@ -117,7 +117,7 @@ def chunk(*tensors: Any, **options: Any) -> Any:
 def chunk_backward(*args: Any, **options: Any) -> Any:
     """Decomposition of `lattn::chunk_backward`."""
     t = Tensors(*args[2 : 2 + _TENSORS])
-    if not _is_triton("chunk", t, *chunk_op._Chunk(**options).checked(t)):
+    if not _is_triton("chunk", t, *chunk_op.ChunkOptions(**options).checked(t)):
         return NotImplemented
     return _traced(_own, torch.ops.lattn.chunk_backward.default, *args, **options)
 
@@ -130,7 +130,7 @@ def replay(*tensors: Any, **options: Any) -> Any:
 
 
 def _takes_replay(tensors: Any, options: dict[str, Any]) -> bool:
-    (t, carried), chosen = replay_op._sort(tensors), replay_op._Replay(**options)
+    (t, carried), chosen = replay_op.sort_tensors(tensors), replay_op.ReplayOptions(**options)
     if chosen.two_precision:
         return False
     return _is_triton("decode" if chosen.is_token_mode else "replay", t, *chosen.resolved(t, carried))

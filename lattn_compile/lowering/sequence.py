@@ -22,7 +22,7 @@ from lattn_compile.lowering._torch_export import loop
 from lattn_compile.lowering._torch_private import without_mutation
 from lattn_compile.lowering.step import first_state, is_plain_call, rounding, token
 from lattn_compile.ops.call import PREFIX_CHUNK
-from lattn_compile.ops.chunk import _Chunk as ChunkOptions
+from lattn_compile.ops.chunk import ChunkOptions
 from lattn_compile.ops.decode import DecodeOptions, empty_checkpoints
 from lattn_compile.ops.options import Options
 from lattn_compile.ops.validate import Tensors

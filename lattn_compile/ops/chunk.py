@@ -42,7 +42,7 @@ from lattn_compile.ops.call import (
 from lattn_compile.ops.options import OpOptions, Options, schema
 from lattn_compile.ops.validate import Geometry, Tensors
 
-__all__: list[str] = []
+__all__ = ["ChunkOptions"]
 
 _OPTIONS = schema("int chunk_size=64")
 
@@ -55,7 +55,7 @@ torch.library.define(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Chunk(OpOptions):
+class ChunkOptions(OpOptions):
     chunk_size: int = 64
 
     FORM: ClassVar[str] = "chunk"
@@ -82,13 +82,13 @@ def _planned(t: Tensors, geometry: Geometry, options: Options, chunk_size: int) 
 def _chunk_fake(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
     t = Tensors(*tensors)
     with surfacing():
-        geometry, _ = _Chunk(**options).checked(t)
+        geometry, _ = ChunkOptions(**options).checked(t)
     return t.q.new_empty(t.v.shape), t.q.new_empty(geometry.state_shape, dtype=geometry.dtype)
 
 
 @torch.library.impl("lattn::chunk", "default")
 def _chunk(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    t, chosen = Tensors(*tensors), _Chunk(**options)
+    t, chosen = Tensors(*tensors), ChunkOptions(**options)
     geometry, shared = chosen.checked(t)
     p = _planned(t, geometry, shared, chosen.chunk_size)
     o = t.q.new_zeros(geometry.flat_tokens, *t.v.shape[2:])
@@ -111,7 +111,7 @@ def _chunk_backward_fake(
     grad_o: Tensor | None, grad_state: Tensor | None, *tensors: Any, **options: Any
 ) -> tuple[Tensor, ...]:
     t = Tensors(*tensors)
-    _Chunk(**options).checked(t)
+    ChunkOptions(**options).checked(t)
     return returned_fake(t)
 
 
@@ -119,7 +119,7 @@ def _chunk_backward_fake(
 def _chunk_backward(
     grad_o: Tensor | None, grad_state: Tensor | None, *tensors: Any, **options: Any
 ) -> tuple[Tensor, ...]:
-    t, chosen = Tensors(*tensors), _Chunk(**options)
+    t, chosen = Tensors(*tensors), ChunkOptions(**options)
     geometry, shared = chosen.checked(t)
     p = _planned(t, geometry, shared, chosen.chunk_size)
     grad_o, grad_state = incoming(grad_o, grad_state, t, geometry)

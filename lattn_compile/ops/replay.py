@@ -53,7 +53,7 @@ from lattn_compile.ops.options import OpOptions, Options, schema
 from lattn_compile.ops.validate import Geometry, Tensors
 from lattn_compile.ring import Ring
 
-__all__ = ["RING"]
+__all__ = ["RING", "ReplayOptions", "sort_tensors"]
 
 RING = ("ring_k", "ring_u", "ring_g", "ring_v", "ring_beta")
 
@@ -104,13 +104,13 @@ class _Carried:
         return Ring(k, u, ready(self.ring_g), ready(self.ring_v), ready(self.ring_beta))
 
 
-def _sort(tensors: tuple[Any, ...]) -> tuple[Tensors, _Carried]:
+def sort_tensors(tensors: tuple[Any, ...]) -> tuple[Tensors, _Carried]:
     """The op's positional arguments, the common ones and those of this op."""
     return Tensors(*tensors[:6], *tensors[6 + len(_CARRIED) :]), _Carried(*tensors[6 : 6 + len(_CARRIED)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Replay(OpOptions):
+class ReplayOptions(OpOptions):
     window: int = 8
     factors: str | None = None
     anchor: str = "fp32"
@@ -198,14 +198,14 @@ def _check_carried(name: str, x: Tensor | None, want: tuple[int, ...] | None, *,
 
 @torch.library.register_fake("lattn::replay")
 def _replay_fake(*tensors: Any, **options: Any) -> tuple[Tensor, ...]:
-    (t, carried), chosen = _sort(tensors), _Replay(**options)
+    (t, carried), chosen = sort_tensors(tensors), ReplayOptions(**options)
     with surfacing():
         geometry, _ = chosen.resolved(t, carried)
     state = t.q.new_empty(geometry.state_shape, dtype=geometry.dtype)
     return t.q.new_empty(t.v.shape), state, *_ring_outputs(t, geometry, chosen, None)
 
 
-def _ring_outputs(t: Tensors, geometry: Geometry, chosen: _Replay, ring: Ring | None) -> list[Tensor]:
+def _ring_outputs(t: Tensors, geometry: Geometry, chosen: ReplayOptions, ring: Ring | None) -> list[Tensor]:
     """The ring as outputs of the op; without one, empty tensors of the right shapes."""
     outputs = []
     for name, shape in chosen.ring_shapes(t, geometry).items():
@@ -229,7 +229,9 @@ class _Start:
     dense_lengths: Tensor | None
 
 
-def _start(t: Tensors, carried: _Carried, geometry: Geometry, options: Options, chosen: _Replay, o: Tensor) -> _Start:
+def _start(
+    t: Tensors, carried: _Carried, geometry: Geometry, options: Options, chosen: ReplayOptions, o: Tensor
+) -> _Start:
     """Runs the prefix, writing its rows of `o`, and hands over."""
     p = plan(t, geometry, options, chunk_size=chosen.window)
     ring = carried.ring(geometry.dtype, p.offset)
@@ -256,7 +258,7 @@ def _pending(
     carried: _Carried,
     geometry: Geometry,
     options: Options,
-    chosen: _Replay,
+    chosen: ReplayOptions,
     anchor: Tensor,
     lengths: Tensor,
     grad: Tensor | None,
@@ -300,7 +302,7 @@ def _pending(
 
 @torch.library.impl("lattn::replay", "default")
 def _replay(*tensors: Any, **options: Any) -> tuple[Tensor, ...]:
-    (t, carried), chosen = _sort(tensors), _Replay(**options)
+    (t, carried), chosen = sort_tensors(tensors), ReplayOptions(**options)
     geometry, shared = chosen.resolved(t, carried)
     o = t.q.new_zeros(geometry.flat_tokens, *t.v.shape[2:])
     with no_autocast(t.q.device):
@@ -317,7 +319,7 @@ def _replay(*tensors: Any, **options: Any) -> tuple[Tensor, ...]:
     return o.view(t.v.shape), fresh(anchor, t.initial_state, carried.read_state), *rings
 
 
-def _forward(s: _Start, shared: Options, chosen: _Replay, o: Tensor) -> tuple[Tensor, Ring | None]:
+def _forward(s: _Start, shared: Options, chosen: ReplayOptions, o: Tensor) -> tuple[Tensor, Ring | None]:
     p = s.plan
     if chosen.is_token_mode:
         decode = shared.kernel("decode")
@@ -340,8 +342,8 @@ def _forward(s: _Start, shared: Options, chosen: _Replay, o: Tensor) -> tuple[Te
 
 @torch.library.register_fake("lattn::replay_backward")
 def _replay_backward_fake(*tensors: Any, **options: Any) -> tuple[Tensor, ...]:
-    t, carried = _sort(tensors[2 + len(RING) :])
-    _Replay(**options).resolved(t, carried)
+    t, carried = sort_tensors(tensors[2 + len(RING) :])
+    ReplayOptions(**options).resolved(t, carried)
     return *returned_fake(t), *(t.q.new_empty(0) if x is None else torch.empty_like(x) for x in _present(carried))
 
 
@@ -352,7 +354,7 @@ def _present(carried: _Carried) -> list[Tensor | None]:
 @torch.library.impl("lattn::replay_backward", "default")
 def _replay_backward(*tensors: Any, **options: Any) -> tuple[Tensor, ...]:
     grad_o, grad_anchor, *grad_ring = tensors[: 2 + len(RING)]
-    (t, carried), chosen = _sort(tensors[2 + len(RING) :]), _Replay(**options)
+    (t, carried), chosen = sort_tensors(tensors[2 + len(RING) :]), ReplayOptions(**options)
     geometry, shared = chosen.resolved(t, carried)
     grad_o, grad_anchor = incoming(grad_o, grad_anchor, t, geometry)
     with no_autocast(t.q.device):
@@ -398,7 +400,7 @@ def _backward(
     t: Tensors,
     geometry: Geometry,
     shared: Options,
-    chosen: _Replay,
+    chosen: ReplayOptions,
     grad_o: Tensor,
     grad_anchor: Tensor,
     grad_ring: list[Tensor | None],

@@ -11,6 +11,7 @@ from lattn_compile.errors import FormatError, PolicyError, Reason, reason
 from lattn_compile.passes.capture import POLICY
 from lattn_compile.passes.context import PassContext, SiteNode, shape_of, value_of
 from lattn_compile.passes.discover import form_of
+from lattn_compile.passes.recognize import heads_cut_around
 from lattn_compile.policy import Exact, Policy, Recipe
 
 
@@ -79,6 +80,8 @@ def obstacle(site: SiteNode, policy: Policy) -> Reason | None:
     """Why `policy` cannot be carried by this site, if so."""
     if isinstance(policy.write, Exact):
         return None
+    if policy.rounding == "stochastic" and (ranks := heads_cut_around(site.node)) > 1:
+        return reason("HEADS_CUT", f"over {ranks} ranks")
     if site.proposal is not None and site.proposal.state_dtype is not None:
         return reason("STATE_DTYPE", f"it is rounded to {site.proposal.state_dtype} after every token")
     state = site.arguments["initial_state"]

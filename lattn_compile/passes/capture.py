@@ -86,6 +86,10 @@ def _never() -> bool:
     return False
 
 
+def _no_module() -> tuple[str, Any] | None:
+    return None
+
+
 def _no_context() -> tuple[tuple[str, str] | None, Any]:
     return None, None
 
@@ -98,7 +102,8 @@ class Hooks:
     attached site and recipe of the module being traced, guarding the trace on them, and `attached_root()` those of the
     module that was handed to the compiler, once it has been traced; `left_alone(key, kind)` says that
     the recipe in force leaves the call being traced alone; `rule_number(kind)` numbers what its rule asks for;
-    `current_compile()` says which trace is running; `say_refused(refused)` tells the user of a call not captured.
+    `current_compile()` says which trace is running; `compiled_module()` gives name and
+    module that were handed to the compiler; `say_refused(refused)` tells the user of a call not captured.
     """
 
     compiling_for_us: Callable[[], bool] = _never
@@ -107,6 +112,7 @@ class Hooks:
     left_alone: Callable[[str, str], LeftAlone | None] = _nothing
     rule_number: Callable[[str], int] = lambda kind: 0
     current_compile: Callable[[], str] = str
+    compiled_module: Callable[[], tuple[str, Any] | None] = _no_module
     say_refused: Callable[[Refused], None] = _silent
     module_path: Callable[[str], str] = str
 

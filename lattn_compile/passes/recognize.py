@@ -21,6 +21,8 @@ _OPS = {
     "lattn::chunk": "chunk",
     **dict.fromkeys(("lattn::decode", "lattn::replay", *_PACKED), "recurrent"),
 }
+HEADS_CUT = "_lattn_heads_cut"
+"""Set on the class of a layer whose heads are cut over ranks: over how many (`integrations.tensor_parallel`)."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
 
@@ -125,6 +127,19 @@ def module_path_of(node: fx.Node) -> str:
     """Path of the innermost module a node was traced in, `model.layers.3.linear_attn`; "" at the root."""
     stack = node.meta.get("nn_module_stack") or {}
     return capture.HOOKS.module_path(list(stack.values())[-1][0]) if stack else ""
+
+
+def heads_cut(module: object) -> int:
+    """Over how many ranks the heads of a layer (or its class) are cut: 1 if they are not."""
+    return int(getattr(module, HEADS_CUT, 1))
+
+
+def heads_cut_around(node: fx.Node) -> int:
+    """`heads_cut` of the modules that a node was traced in, the compiled one included; 1 in exported programs, which
+    keep their classes' names only."""
+    classes = [entry[1] for entry in (node.meta.get("nn_module_stack") or {}).values()]
+    root = capture.HOOKS.compiled_module()
+    return max(map(heads_cut, classes if root is None else [*classes, root[1]]), default=1)
 
 
 def source_of(node: fx.Node) -> str | None:

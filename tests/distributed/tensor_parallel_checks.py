@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 import lattn_compile as lc
 from lattn_compile import demo
 from lattn_compile.errors import LattnError
-from lattn_compile.integrations.tensor_parallel import HeadParallel, heads_cut, parallelize
+from lattn_compile.integrations.packed_cache import quantize_cache
+from lattn_compile.integrations.tensor_parallel import HeadParallel, parallelize
+from lattn_compile.passes.recognize import heads_cut
 from lattn_compile.testing.backend import recorded
 
 FOLDER = Path()  # where to write; `ranks.py` sets it
@@ -167,6 +169,23 @@ def check_a_compiled_layer_is_cut_and_quantized() -> None:
     assert (one["state_format"], two["state_format"]) == ("int8/*x64",) * 2
     assert one["q"].shape[2] == 2 * two["q"].shape[2] and one["v"].shape[2] == 2 * two["v"].shape[2]
     close(*found, 1e-4)  # a code may be another: the projections of half a layer sum in another order
+
+
+def check_a_stochastic_policy_that_comes_later_leaves_a_cut_layer_with_a_reason() -> None:
+    options = {"policy": lc.Policy(lc.Int8(), rounding="stochastic")}
+    codes, hidden = [], torch.randn(2, 6, 32)
+    for model in (built("qwen3_next"), parallelize(built("qwen3_next"), MESH)):
+        layer = model.model.layers[0].linear_attn
+        before = len(lc.reports())
+        with recorded(), torch.no_grad(), lc.training_phase(2):
+            torch.compile(layer, backend="lattn_compile", fullgraph=True, options=options)(hidden)
+        (site,) = (site for report in lc.reports()[before:] for site in report.sites)
+        codes.append(site.reason.code if site.reason is not None else None)
+    assert codes == [None, "HEADS_CUT"]
+    cut = parallelize(built("qwen3_next"), MESH)
+    refused(
+        lambda: quantize_cache(cut, options["policy"]), "recipe", "stochastic", "model.layers.0.linear_attn", "2 ranks"
+    )
 
 
 def check_what_cannot_be_cut_is_refused() -> None:

@@ -17,12 +17,12 @@ from torch import Tensor
 from lattn_compile.formats import parse
 from lattn_compile.kernels import chunk, chunk_call
 from lattn_compile.kernels.reference import chunk as reference
+from tests.gpu.checks import Checks, Row
 from tests.kernels.chunk_calls import Call, make_call
 from tests.kernels.decode_calls import Given, Outcome
 
 __all__ = ["CHECKS", "Row"]
 
-Row = tuple[str, float, float]
 
 DEVICE = "cuda"
 MODEL: dict[str, Any] = {"key_heads": 8, "ratio": 2, "key_dim": 128, "value_dim": 128, "gap": 2}
@@ -51,28 +51,8 @@ WRITES: dict[str, dict[str, Any]] = {
 SHORT: dict[str, Any] = {"lengths": (200, 200), "gap": 0, "key_heads": 1}
 """One span of the reference, so that it writes every state once (`decode_calls.Given`)."""
 
-CHECKS: dict[str, Callable[[], list[Row]]] = {}
-
-
-def _check(name: str, *arguments: Any) -> Callable[[Callable[..., list[Row]]], Callable[..., list[Row]]]:
-    """Registers `name` for a function, called with `arguments`."""
-
-    def register(function: Callable[..., list[Row]]) -> Callable[..., list[Row]]:
-        CHECKS["chunk " + name] = lambda: function(*arguments)
-        return function
-
-    return register
-
-
-def _each(prefix: str, values: Any) -> Callable[[Callable[..., list[Row]]], Callable[..., list[Row]]]:
-    """Registers a function once for each of `values`."""
-
-    def register(function: Callable[..., list[Row]]) -> Callable[..., list[Row]]:
-        for value in values:
-            _check(f"{prefix} {value}", value)(function)
-        return function
-
-    return register
+CHECKS = Checks("chunk ")
+_check, _each = CHECKS.check, CHECKS.each
 
 
 def _call(**options: Any) -> Call:

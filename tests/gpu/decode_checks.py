@@ -17,12 +17,12 @@ from torch import Tensor
 from lattn_compile.formats import parse
 from lattn_compile.kernels import decode
 from lattn_compile.kernels.reference import decode as reference
+from tests.gpu.checks import Checks, Row
 from tests.kernels.codec_kernels import exponentials, qdq, tiles
 from tests.kernels.decode_calls import Call, at_its_states, make_call
 
 __all__ = ["CHECKS", "SMALL", "Row"]
 
-Row = tuple[str, float, float]
 
 DEVICE = "cuda"
 MODEL: dict[str, Any] = {"key_heads": 2, "ratio": 2, "key_dim": 128, "value_dim": 128}
@@ -39,28 +39,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "linear": {"rule": "additive", "decay": None},
 }
 
-CHECKS: dict[str, Callable[[], list[Row]]] = {}
-
-
-def _check(name: str, *arguments: Any) -> Callable[[Callable[..., list[Row]]], Callable[..., list[Row]]]:
-    """Registers `name` for a function, called with `arguments`."""
-
-    def register(function: Callable[..., list[Row]]) -> Callable[..., list[Row]]:
-        CHECKS[name] = lambda: function(*arguments)
-        return function
-
-    return register
-
-
-def _each(prefix: str, values: Any) -> Callable[[Callable[..., list[Row]]], Callable[..., list[Row]]]:
-    """Registers a function once for each of `values`."""
-
-    def register(function: Callable[..., list[Row]]) -> Callable[..., list[Row]]:
-        for value in values:
-            _check(f"{prefix} {value}", value)(function)
-        return function
-
-    return register
+CHECKS = Checks()
+_check, _each = CHECKS.check, CHECKS.each
 
 
 def _call(**options: Any) -> Call:

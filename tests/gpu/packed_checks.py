@@ -11,7 +11,6 @@ the reference in float64 from the same stored rows, codes by §8's share.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,11 +20,11 @@ from lattn_compile.formats import parse
 from lattn_compile.formats.quantizer import Quantizer
 from lattn_compile.kernels import packed, packed_launch
 from lattn_compile.policy import Exact, Policy, Replay, TwoPrecision
+from tests.gpu.checks import Checks, Row
 from tests.kernels.packed_calls import SCALE, Rows, Tokens, bits, differing, make_tokens
 
 __all__ = ["CHECKS", "Row"]
 
-Row = tuple[str, float, float]
 
 DEVICE = "cuda"
 MODEL: dict[str, Any] = {"key_heads": 2, "value_heads": 4, "key_dim": 128, "value_dim": 128}
@@ -61,28 +60,8 @@ KINDS = ("gdn", "kda", "delta", "gla", "linear", "retention")
 SIZES = ((60, 64, 2, 2), (64, 128, 1, 3), (128, 33, 2, 2), (128, 256, 1, 2), (256, 64, 1, 1), (17, 5, 1, 2))
 """K, V, H, HV."""
 
-CHECKS: dict[str, Callable[[], list[Row]]] = {}
-
-
-def _check(name: str, *arguments: Any) -> Callable[[Callable[..., list[Row]]], Any]:
-    """Registers `name` for a function, called with `arguments`."""
-
-    def register(function: Callable[..., list[Row]]) -> Callable[..., list[Row]]:
-        CHECKS[name] = lambda: function(*arguments)
-        return function
-
-    return register
-
-
-def _each(prefix: str, values: Any) -> Callable[[Callable[..., list[Row]]], Any]:
-    """Registers a function once for each of `values`."""
-
-    def register(function: Callable[..., list[Row]]) -> Callable[..., list[Row]]:
-        for value in values:
-            _check(f"{prefix} {value}", value)(function)
-        return function
-
-    return register
+CHECKS = Checks()
+_check, _each = CHECKS.check, CHECKS.each
 
 
 def _tokens(kind: str, tokens: int, seed: int, *, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Tokens:

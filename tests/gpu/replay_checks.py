@@ -17,11 +17,11 @@ from torch import Tensor
 from lattn_compile.formats import parse
 from lattn_compile.kernels import replay, replay_launch, replay_run
 from lattn_compile.kernels.reference import replay as reference
+from tests.gpu.checks import Checks, Row
 from tests.kernels.replay_calls import Call, errors, make_call, poisoned
 
 __all__ = ["CHECKS", "Row"]
 
-Row = tuple[str, float, float]
 
 DEVICE = "cuda"
 MODEL: dict[str, Any] = {"key_heads": 2, "value_heads": 4, "key_dim": 128, "value_dim": 128, "window": 16}
@@ -31,28 +31,8 @@ KINDS = ("gdn", "kda", "delta", "gla", "linear", "retention")
 WINDOWS = (1, 2, 7, 8, 16, 24, 32, 64)
 BOUND = 1e-5
 
-CHECKS: dict[str, Callable[[], list[Row]]] = {}
-
-
-def _check(name: str, *arguments: Any) -> Callable[[Callable[..., list[Row]]], Any]:
-    """Registers `name` for a function, called with `arguments`."""
-
-    def register(function: Callable[..., list[Row]]) -> Callable[..., list[Row]]:
-        CHECKS[name] = lambda: function(*arguments)
-        return function
-
-    return register
-
-
-def _each(prefix: str, values: Any) -> Callable[[Callable[..., list[Row]]], Any]:
-    """Registers a function once for each of `values`."""
-
-    def register(function: Callable[..., list[Row]]) -> Callable[..., list[Row]]:
-        for value in values:
-            _check(f"{prefix} {value}", value)(function)
-        return function
-
-    return register
+CHECKS = Checks()
+_check, _each = CHECKS.check, CHECKS.each
 
 
 def _call(kind: str = "gdn", **options: Any) -> Call:
