@@ -1,0 +1,214 @@
+"""What is trained and measured, at which sizes, and what counts as recovered: fixed before anything was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import lattn_compile as lc
+from benchmarks.quality.models import Size
+from benchmarks.quality.train import Plan
+
+__all__ = [
+    "CALIBRATED",
+    "FULL",
+    "HEADLINE",
+    "NEAREST",
+    "OTHERS",
+    "PREFILLS",
+    "REDUCED",
+    "RULE",
+    "TINY",
+    "Batches",
+    "Settings",
+    "arms",
+    "policy_named",
+]  # fmt: skip
+
+RULE = """\
+A policy costs something if, over the seeds, the mean of (bits per byte under the policy - bits per byte exact) of the
+control exceeds two spreads. The control is the base, trained on with an exact state for as many steps as QAT has; a
+spread is the standard deviation over the seeds of that seed's own difference. QAT (or QAD) has recovered if the mean of
+(control under the policy - trained under the policy) is at least half of that cost and exceeds two spreads of its own
+differences. Of memory tasks the same, with the share of wrong answers over the whole suffix in the place of bits.
+Where one seed was run there is no spread and no verdict.
+"""
+
+_FORMATS = {"int8": lc.Int8(), "fp8": lc.Fp8(), "nvfp4": lc.Nvfp4()}
+_READ: dict[str, lc.Int8 | lc.Fp8 | lc.Nvfp4] = {
+    "int8": lc.Int8(block_k=128, block_v=1),
+    "fp8": lc.Fp8(block_k=128, block_v=1),
+    "nvfp4": lc.Nvfp4(),
+}
+_WRITES = {"token": lc.Token(), "replay 8": lc.Replay(8), "replay 16": lc.Replay(16)}
+
+NEAREST: dict[str, lc.Policy] = {
+    **{f"{f} {w}": lc.Policy(fmt, write=write) for w, write in _WRITES.items() for f, fmt in _FORMATS.items()},
+    **{f"{f} two-precision 16": lc.Policy(write=lc.TwoPrecision(16, read=fmt)) for f, fmt in _READ.items()},
+}
+"""Rounded to nearest: Triton kernels compute these on a GPU."""
+
+OTHERS: dict[str, lc.Policy] = {
+    **{
+        f"{f} {w}, int4 feedback": lc.Policy(fmt, write=write, feedback="int4")
+        for w, write in _WRITES.items()
+        for f, fmt in _FORMATS.items()
+    },
+    **{
+        f"{f} {w}, stochastic": lc.Policy(fmt, write=write, rounding="stochastic", seed=1)
+        for w, write in _WRITES.items()
+        for f, fmt in _FORMATS.items()
+    },
+    **{
+        f"{f} two-precision 16, stochastic": lc.Policy(
+            write=lc.TwoPrecision(16, read=fmt), rounding="stochastic", seed=1
+        )
+        for f, fmt in _READ.items()
+    },
+}
+"""The torch reference computes these, token by token: over a shorter horizon and fewer sequences. Two precisions have
+no error feedback (their anchor is exact)."""
+
+HEADLINE = tuple(f"{f} {w}" for w in ("token", "replay 8") for f in _FORMATS)
+"""Measured with every seed."""
+
+_SITES = ("kk", "qk", "w", "u", "ws", "qs", "av", "kv")
+_ALL = {name: dict.fromkeys(_SITES, fmt) for name, fmt in (("int8", "int8"), ("fp8", "fp8_e4m3"), ("nvfp4", "nvfp4"))}
+PREFILLS: dict[str, lc.Prefill] = {
+    "int8 operands, exact inverse": lc.Prefill(_ALL["int8"]),
+    "fp8 operands, exact inverse": lc.Prefill(_ALL["fp8"]),
+    "nvfp4 operands, exact inverse": lc.Prefill(_ALL["nvfp4"]),
+    "fp8 operands of kk, qk, qs, kv, exact inverse": lc.Prefill(dict.fromkeys(("kk", "qk", "qs", "kv"), "fp8_e4m3")),
+    "fp32 operands, neumann(15)": lc.Prefill(inverse=lc.Neumann(order=15)),
+    "fp32 operands, newton_schulz(4)": lc.Prefill(inverse=lc.NewtonSchulz(iterations=4)),
+    "fp32 operands, block_doubling(16)": lc.Prefill(inverse=lc.BlockDoubling(16)),
+    "fp8 operands, block_doubling(16)": lc.Prefill(_ALL["fp8"], inverse=lc.BlockDoubling(16)),
+}
+"""Of the exact prefill, every token of which is prefix."""
+
+CALIBRATED = (
+    lc.Policy(lc.Int8()),
+    lc.Policy(lc.Int8(block_v=16)),
+    lc.Policy(lc.Fp8()),
+    lc.Policy(lc.Nvfp4()),
+    lc.Policy(lc.Nvfp4(), write=lc.Replay(16, factors="int8")),
+    lc.Policy(lc.Nvfp4(), feedback="int4"),
+)
+"""What lc.calibrate chooses from, within three quarters of the bytes of int8 in token mode."""
+
+
+def policy_named(name: str) -> lc.Policy | None:
+    """The policy of a row; None for "exact".
+
+    Raises:
+        KeyError: no such row.
+    """
+    return None if name == "exact" else {**NEAREST, **OTHERS}[name]
+
+
+def arms(settings: Settings) -> list[list[tuple[str, str, int]]]:
+    """Further trainings in the order of their importance, groups of `(method, policy, seed)` for each model."""
+    seeds = range(settings.seeds)
+    first = [("exact", "exact", s) for s in seeds]
+    three = [("qat", name, s) for name in settings.trained for s in seeds]
+    one = [(method, name, 0) for method, name in settings.trained_once]
+    return [first + three, one]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Sequences of a batch, their length, and how often a question is asked in those of recall: bytes for each."""
+
+    count: int
+    length: int
+    spacing: int = 40
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of one run.
+
+    Attributes:
+        curriculum: batches of the base's training, and the share of its time or steps that each is for: memory is
+            learned over short distances first. further: batches of QAT and the like.
+        recall, copy: shares of such sequences in a batch.
+        base_steps, steps: of the base and of the further trainings; base_steps None: as many as the time allows.
+        counts: held-out sequences over `horizon` bytes; small: for what the torch reference computes, over
+            `small_horizon`.
+        trained: policies of QAT with every seed; trained_once: method and policy with the first one.
+    """
+
+    models: tuple[str, ...] = ("gdn", "kda")
+    seeds: int = 3
+    size: Size = field(default_factory=Size)
+    curriculum: tuple[tuple[Batches, float], ...] = (
+        (Batches(48, 192, 4), 0.4),
+        (Batches(24, 384, 12), 0.2),
+        (Batches(12, 1024, 24), 0.2),
+        (Batches(4, 4160), 0.2),
+    )
+    further: Batches = Batches(8, 1088, 24)
+    recall: float = 0.5
+    copy: float = 0.125
+    base_steps: int | None = None
+    steps: int = 120
+    base: Plan = field(default_factory=lambda: Plan(peak=3e-3))
+    peak: float = 3e-4
+    qad_peak: float = 2e-4
+    counts: tuple[int, int, int] = (48, 96, 48)
+    horizon: int = 4096
+    small: tuple[int, int, int] = (16, 32, 16)
+    small_horizon: int = 1024
+    trained: tuple[str, ...] = ("nvfp4 token", "int8 token", "nvfp4 replay 8", "int8 replay 8")
+    trained_once: tuple[tuple[str, str], ...] = (
+        ("qad", "nvfp4 token"),
+        ("qad", "int8 token"),
+        ("qad", "nvfp4 replay 8"),
+        ("qat", "fp8 token"),
+        ("qat", "fp8 replay 8"),
+        ("qat", "nvfp4 replay 16"),
+        ("qad", "int8 replay 8"),
+        ("qad", "fp8 token"),
+    )
+    text: int | None = None
+
+
+FULL = Settings()
+"""For a GPU."""
+
+REDUCED = Settings(
+    models=("gdn",),
+    seeds=1,
+    size=Size(hidden=128, inner=256, linear=3, heads=2, dim=32),
+    curriculum=((Batches(8, 256, 12), 1.0),),
+    further=Batches(8, 256),
+    recall=0.25,
+    copy=0.125,
+    base_steps=160,
+    steps=40,
+    base=Plan(peak=3e-3),
+    peak=6e-4,
+    counts=(24, 16, 8),
+    horizon=256,
+    small=(8, 8, 4),
+    small_horizon=64,
+    trained=("nvfp4 token",),
+    trained_once=(),
+)
+"""Five minutes of two CPU cores."""
+
+TINY = Settings(
+    seeds=1,
+    size=Size(hidden=32, inner=32, linear=2, heads=2, dim=16),
+    curriculum=((Batches(4, 128, 6), 0.5), (Batches(2, 192), 0.5)),
+    further=Batches(2, 128),
+    base_steps=4,
+    steps=2,
+    counts=(2, 2, 2),
+    horizon=64,
+    small=(1, 1, 1),
+    small_horizon=64,
+    trained=("nvfp4 token",),
+    trained_once=(("qad", "int8 replay 8"),),
+    text=200_000,
+)
+"""To see that everything runs."""

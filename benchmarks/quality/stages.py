@@ -1,0 +1,379 @@
+"""The parts of a run, each in a process of its own (`work.py`): what one leaves unfinished, another goes on with.
+
+A part writes its results as soon as it has them, skips those that are there, and goes on behind a failure.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lattn_compile as lc
+from benchmarks.quality.ahead import compiling
+from benchmarks.quality.config import (
+    CALIBRATED,
+    HEADLINE,
+    NEAREST,
+    OTHERS,
+    PREFILLS,
+    Batches,
+    Settings,
+    arms,
+    policy_named,
+)  # fmt: skip
+from benchmarks.quality.lab import Lab
+from benchmarks.quality.measure import Reference, evaluate
+from benchmarks.quality.models import linear_layers, logits_of, recurrence, under
+from benchmarks.quality.tasks import PREFIX, Batch
+from benchmarks.quality.train import Arm, run
+
+LEARNT = 0.97
+"""Right answers in training, with which a stage of the curriculum has done its work."""
+
+__all__ = ["LEARNT", "ahead", "bases", "calibrate", "further", "measured", "others", "ptq", "rest"]
+
+
+def _ready(arm: Arm) -> Arm:
+    """Records the arm's step, or leaves it to be launched kernel by kernel where that cannot be done."""
+    try:
+        arm.record()
+    except Exception as error:
+        print(f"{arm.name}: not recorded as a CUDA graph: {error!r}", flush=True)
+        arm.graph = None
+        arm.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+    return arm
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def bases(lab: Lab, until: float, after: Path | None = None) -> None:
+    """Trains every base from random weights, exactly: short sequences first, long ones last. Begins once `after` is
+    there: the kernels are compiled."""
+    s = lab.settings
+    names = [(kind, seed) for seed in range(s.seeds) for kind in s.models if not lab.checkpoint(kind, seed).exists()]
+    if not names:
+        return
+    drafts = [lab.checkpoint(kind, seed, draft=True) for kind, seed in names]
+    if all(draft.exists() for draft in drafts):
+        for draft, (kind, seed) in zip(drafts, names, strict=True):
+            print(f"base {kind} {seed}: the training ended early, and its draft is taken", flush=True)
+            draft.replace(lab.checkpoint(kind, seed))
+        return
+    _tf32(True)
+    made = [lab.base_arm(kind, seed) for kind, seed in names]
+    while after is not None and not after.exists():
+        time.sleep(0.05)
+    began = time.perf_counter()
+    counts: list[dict[str, int]] = []
+    for number, (batches, share) in enumerate(s.curriculum):
+        if number:
+            for arm, (_, seed) in zip(made, names, strict=True):
+                arm.load(lab.stage(number, seed))
+            _free()
+        for arm in made:
+            _ready(arm)
+        before = sum(x["steps"] for x in counts)
+        if s.base_steps is None:
+            # A stage that ends early leaves its time to those behind it.
+            rest = sum(later for _, later in s.curriculum[number:])
+            end = time.perf_counter() + share / rest * (until - time.perf_counter())
+            n = run(made, until=end, done=lambda n: (time.perf_counter() - began) / (until - began),
+                    learnt=LEARNT if share < rest else 2.0, tick=_said)  # fmt: skip
+        else:
+            steps = max(1, round(share * s.base_steps))
+            n = run(made, steps=steps, until=until, done=partial(_through, before, s.base_steps), tick=_said)
+        counts.append({"steps": n, "batch": batches.count, "tokens": batches.length})
+        last = number == len(s.curriculum) - 1
+        for arm, (kind, seed) in zip(made, names, strict=True):
+            if arm.failed is not None:
+                lab.write(f"failed base {kind} {seed}", {"failed": f"base {kind} {seed}", "why": arm.failed})
+                continue
+            part = {"base": kind, "seed": seed, "stages": counts, "curve": arm.curve, "graph": arm.graph is not None}
+            part |= {"parameters": sum(p.numel() for p in arm.model.parameters())}
+            lab.write(f"base {kind} {seed}", part | {"seconds": time.perf_counter() - began, "together": len(made)})
+            lab.save(kind, seed, arm.model, draft=not last)
+
+
+def _through(before: int, all_: int, n: int) -> float:
+    return (before + n) / all_
+
+
+def _said(text: str) -> None:
+    print(text, flush=True)
+
+
+def _tf32(on: bool) -> None:
+    """Matrix products outside of the recurrence: with TF32 in training, without where something is measured."""
+    torch.set_float32_matmul_precision("high" if on else "highest")
+
+
+class _Bench:
+    """Rows of one set of weights on one set of held-out sequences; the exact model runs when it is first needed."""
+
+    def __init__(self, lab: Lab, model: Any, labels: dict[str, Any], *, small: bool = False) -> None:
+        self.lab, self.model, self.labels, self.small = lab, model, labels, small
+        self.data: dict[str, Batch] = lab.data(small)
+        self.layers = lab.settings.size.linear
+        self.reference: Reference | None = None
+
+    def exact(self) -> Reference:
+        if self.reference is None:
+            began = time.perf_counter()
+            row, self.reference = evaluate(self.model, [None] * self.layers, self.data)
+            self._write("exact", row, began)
+        return self.reference
+
+    def row(self, name: str, policies: list[lc.Policy | None], **options: Any) -> None:
+        """Measures one policy, unless that was done."""
+        if self.lab.has(self._name(name)):
+            return
+        reference = self.exact()
+
+        def measure() -> None:
+            began = time.perf_counter()
+            row, _ = evaluate(self.model, policies, self.data, reference, **options)
+            self._write(name, row, began)
+
+        self.lab.attempt(f"row {self._name(name)}", measure)
+
+    def _name(self, policy: str) -> str:
+        l = self.labels
+        return f"{l['model']} {l['seed']} {l['weights']} {'small ' if self.small else ''}{policy}"
+
+    def _write(self, policy: str, row: dict[str, Any], began: float) -> None:
+        part = {**self.labels, "policy": policy, "small": self.small, "device": self.lab.device}
+        self.lab.write(self._name(policy), part | row | {"seconds": time.perf_counter() - began})
+
+
+def measured(lab: Lab, until: float, after: Path | None) -> None:
+    """`ptq`, `further` and `rest`, which share the time, once `after` is there: what a process needs to start is done
+    while the bases are trained."""
+    if after is not None:
+        warm = lab.base_arm(lab.settings.models[0], 0, linear=1)
+        with torch.no_grad(), recurrence(under([NEAREST["int8 token"]], PREFIX), 1):
+            logits_of(warm.model, warm.ids[:, :-1])
+        del warm
+        while not after.exists():
+            time.sleep(0.05)
+    _free()
+
+    def share(of: float) -> float:
+        return time.perf_counter() + of * (until - time.perf_counter())
+
+    ptq(lab, share(0.35))
+    print(f"== ptq: {until - time.perf_counter():.0f} s left", flush=True)
+    further(lab, share(0.88))
+    print(f"== further: {until - time.perf_counter():.0f} s left", flush=True)
+    rest(lab, until)
+
+
+def ptq(lab: Lab, until: float) -> None:
+    """The bases under every policy that is rounded to nearest; of seeds but the first, the headline's."""
+    _tf32(False)
+    s = lab.settings
+    for seed in range(s.seeds):
+        for kind in s.models:
+            if not lab.checkpoint(kind, seed).exists():
+                continue
+            bench = _Bench(lab, lab.load(kind, seed), {"model": kind, "seed": seed, "weights": "base"})
+            wanted: list[tuple[str, lc.Policy | None, dict[str, Any]]]
+            wanted = [("exact, windows of 16 (control)", None, {"way": "fast"})] if lab.device == "cuda" else []
+            wanted += [("exact, chunks of 64 (control)", None, {"way": "chunk"})]
+            wanted += [("exact, prefix lost", None, {"clear": True})]
+            names = [*HEADLINE, *(n for n in NEAREST if n not in HEADLINE)] if seed == 0 else list(HEADLINE)
+            wanted += [(name, NEAREST[name], {}) for name in names]
+            for name, policy, options in wanted:
+                if time.perf_counter() > until:
+                    return
+                bench.row(name, [policy] * s.size.linear, **_exactly(lab, options))
+            del bench
+            _free()
+
+
+def _exactly(lab: Lab, options: dict[str, Any]) -> dict[str, Any]:
+    """On a CPU the exact parts are computed in chunks, where a loop over tokens is slow; a control goes by tokens."""
+    if lab.device != "cuda" and options.get("way") == "chunk":
+        return {**options, "way": "steps"}
+    return options
+
+
+def further(lab: Lab, until: float) -> None:
+    """QAT, QAD and the control, groups of arms side by side, each measured at once."""
+    longest = 0.0
+    for group in arms(lab.settings):
+        for part in _split(group, lab.settings.models, 8):
+            todo = [x for x in part if not lab.has(f"trained {_label(*x)}") and lab.checkpoint(x[0], x[3]).exists()]
+            began = time.perf_counter()
+            # One that cannot end is not begun: arms of fewer steps compare with nothing.
+            if not todo or began + 0.8 * longest > until:
+                continue
+            lab.attempt(f"group of {len(todo)}, {_label(*todo[0])}", partial(_group, lab, todo, until))
+            longest = max(longest, time.perf_counter() - began)
+            _free()
+
+
+def _label(kind: str, method: str, policy: str, seed: int) -> str:
+    return f"{kind} {seed} {method} {policy}"
+
+
+def _split(
+    group: list[tuple[str, str, int]], kinds: tuple[str, ...], most: int
+) -> Iterator[list[tuple[str, str, str, int]]]:
+    """At most so many arms of one model, the models in turn."""
+    for first in range(0, len(group), most):
+        for kind in kinds:
+            yield [(kind, *x) for x in group[first : first + most]]
+
+
+def _group(lab: Lab, todo: list[tuple[str, str, str, int]], until: float) -> None:
+    s = lab.settings
+    _tf32(True)
+    made = [_ready(lab.further_arm(kind, method, policy, seed)) for kind, method, policy, seed in todo]
+    began = time.perf_counter()
+    n = run(made, steps=s.steps, until=until, tick=_said)
+    spent = time.perf_counter() - began
+    _tf32(False)
+    for arm, (kind, method, policy, seed) in zip(made, todo, strict=True):
+        label = _label(kind, method, policy, seed)
+        if n < s.steps or arm.failed is not None:
+            why = arm.failed or f"the time ended after {n} of {s.steps} steps"
+            lab.write(f"failed {label}", {"failed": label, "why": why})
+            continue
+        weights = "control" if method == "exact" else f"{method} {policy}"
+        bench = _Bench(lab, arm.model, {"model": kind, "seed": seed, "weights": weights})
+        bench.exact()
+        for name in HEADLINE if method == "exact" else (policy,):
+            bench.row(name, [policy_named(name)] * s.size.linear)
+        if method == "exact" and seed == 0:
+            for method_, name in s.trained_once:
+                if method_ and name not in HEADLINE:
+                    bench.row(name, [policy_named(name)] * s.size.linear)
+        part = {"trained": weights, "model": kind, "seed": seed, "steps": n, "curve": arm.curve, "seconds": spent}
+        lab.write(f"trained {label}", part | {"together": len(made), "graph": arm.graph is not None})
+
+
+def rest(lab: Lab, until: float) -> None:
+    """The calibrated recipes and the prefill's operands, on the smaller set, with the nearest policies beside them."""
+    _tf32(False)
+    s = lab.settings
+    for kind in s.models:
+        if not lab.checkpoint(kind, 0).exists():
+            continue
+        bench = _Bench(lab, lab.load(kind, 0), {"model": kind, "seed": 0, "weights": "base"}, small=True)
+        for name, prefill in PREFILLS.items():
+            if time.perf_counter() < until:
+                policy = lc.Policy(write=lc.Exact(), prefill=prefill)
+                bench.row(f"prefill: {name}", [policy] * s.size.linear, way="whole")
+        for name, policy in NEAREST.items():
+            if time.perf_counter() < until:
+                bench.row(name, [policy] * s.size.linear)
+        recipe = lab.folder / f"recipe_{kind}.json"
+        if recipe.exists():
+            rules = lc.Recipe.load(recipe)
+            found = [rules.resolve(f"{path}/{kind}#0")[1] for path in linear_layers(bench.model)]
+            bench.row("calibrated", [p if p is not None and p.rounded_format is not None else None for p in found])
+        _free()
+
+
+def others(lab: Lab, until: float, share: int, shares: int, after: Path | None) -> None:
+    """Stochastic rounding and error feedback, every `shares`-th of them, once `after` is there."""
+    while after is not None and not after.exists() and time.perf_counter() < until:
+        time.sleep(0.2)
+    _tf32(False)
+    s = lab.settings
+    mine = [(name, kind) for name in OTHERS for kind in s.models][share::shares]
+    benches: dict[str, _Bench] = {}
+    for name, kind in mine:
+        if time.perf_counter() > until or not lab.checkpoint(kind, 0).exists():
+            continue
+        if kind not in benches:
+            labels = {"model": kind, "seed": 0, "weights": "base"}
+            benches[kind] = _Bench(lab, lab.load(kind, 0), labels, small=True)
+        benches[kind].row(name, [OTHERS[name]] * s.size.linear)
+
+
+def calibrate(lab: Lab, kind: str) -> None:
+    """A recipe for the first base within three quarters of the bytes of int8 in token mode, on training text."""
+    s = lab.settings
+    if (lab.folder / f"recipe_{kind}.json").exists():
+        return
+    model = lab.load(kind, 0, "cpu").eval()
+    uniform = s.size.linear * lc.Policy(lc.Int8()).nbytes(s.size.heads, s.size.heads, s.size.dim, s.size.dim)
+    tokens = min(1024, s.curriculum[-1][0].length)
+    batch = lab.mixture(Batches(2, tokens), 77).draw()
+    began = time.perf_counter()
+    reports: list[Any] = []
+    recipe = lc.calibrate(
+        model, [{"input_ids": batch.ids[:, :-1].long(), "use_cache": False}], budget_bytes=uniform * 3 // 4,
+        horizon=tokens, candidates=CALIBRATED, dense_cache=False, show=reports.append,
+    )  # fmt: skip
+    recipe.save(lab.folder / f"recipe_{kind}.json")
+    part = {"recipe": recipe.to_dict(), "model": kind, "seed": 0, "budget_bytes": uniform * 3 // 4}
+    lab.write(f"recipe {kind}", part | {"report": str(reports[0]), "seconds": time.perf_counter() - began})
+
+
+def ahead(lab: Lab, share: int, shares: int, first: list[str] | None = None) -> None:
+    """Compiles its share of all Triton kernels of a run, in the order in which the run needs them, or those of the jobs
+    `first` before others."""
+    torch.manual_seed(0)
+    with compiling(share, shares) as done:
+        jobs = dict(_jobs(lab))
+        for name in dict.fromkeys([*(x for x in first or () if x in jobs), *jobs]):
+            job = jobs[name]
+            before, began = len(done), time.perf_counter()
+            try:
+                job()
+            except Exception as error:
+                print(f"{name}: {error!r}", flush=True)
+            spent = time.perf_counter() - began
+            said = ", ".join(f"{kernel} {seconds:.1f}" for kernel, seconds in done[before:])
+            print(f"@@ {name} {spent:.1f} s: {said}", flush=True)
+            _free()
+
+
+def _jobs(lab: Lab) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Name and call of everything that launches Triton kernels, on models of one linear layer."""
+    s: Settings = lab.settings
+    for stage in range(len(s.curriculum)):
+        for kind in s.models:
+
+            def base(kind: str = kind, stage: int = stage) -> None:
+                lab.base_arm(kind, 0, stage=stage, linear=1).compute()
+
+            yield f"base {kind}" if stage == 0 else f"base {kind} {stage}", base
+    one = replace(s, size=replace(s.size, linear=1))
+    small = Lab(one, lab.folder, lab.device)
+    # As many sequences as `evaluate` takes at a time.
+    few = {"text": 16, "recall": 32, "copy": 16}
+    data = {name: Batch(b.ids[: few[name]], b.kinds[: few[name]]) for name, b in lab.data().items()}
+    for kind in s.models:
+        for name, policy in [("exact", None), *NEAREST.items()]:
+
+            def row(kind: str = kind, policy: lc.Policy | None = policy) -> None:
+                evaluate(small.base_arm(kind, 0).model, [policy], data)
+
+            yield f"row {kind} {name}", row
+
+        def control(kind: str = kind) -> None:
+            evaluate(small.base_arm(kind, 0).model, [None], data, way="fast")
+
+        yield f"row {kind} fast", control
+    for method, name, _ in dict.fromkeys((m, n, 0) for group in arms(s) for m, n, _ in group):
+        for kind in s.models:
+
+            def train(kind: str = kind, method: str = method, name: str = name) -> None:
+                lab.further_arm(kind, method, name, 0, linear=1).compute()
+
+            yield f"train {kind} {method} {name}", train

@@ -1,0 +1,363 @@
+"""Fills in the tables of `quality.md` and of the README and draws the plots, from `benchmarks/results/quality.json`.
+
+Run it after measuring: `python docs/write_quality.py`. Tables stand between `<!-- quality: NAME -->` and
+`<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.quality.config import FULL, HEADLINE, NEAREST, OTHERS, PREFILLS, policy_named  # noqa: E402
+from benchmarks.quality.verdict import CONTROL, Spread, judged, seeds, spread  # noqa: E402
+
+_DRAWN = runpy.run_path(str(HERE / "write_drift.py"))
+COLORS, DASHES, STYLE = _DRAWN["COLORS"], _DRAWN["DASHES"], _DRAWN["STYLE"]
+
+NAMES = {"gdn": "Qwen3-Next (GDN)", "kda": "Kimi-Linear (KDA)"}
+LOST = "exact, prefix lost"
+WINDOWS = "exact, windows of 16 (control)"
+
+
+class Results:
+    """The rows, and what is asked of them."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data, self.rows = data, data["rows"]
+        self.models = [m for m in NAMES if any(r["model"] == m for r in self.rows)]
+
+    def some(self, model: str, policy: str, *, weights: str = "base", small: bool = False) -> list[dict[str, Any]]:
+        wanted = (model, weights, policy, small)
+        return [r for r in self.rows if (r["model"], r["weights"], r["policy"], r["small"]) == wanted]
+
+    def mean(
+        self, model: str, policy: str, value: Callable[[dict[str, Any]], float], *, weights: str = "base",
+        small: bool = False,
+    ) -> Spread | None:  # fmt: skip
+        return spread(value(r) for r in self.some(model, policy, weights=weights, small=small))
+
+
+def short(x: float | None, digits: int = 2) -> str:
+    """A small number, without an exponent where people do without."""
+    if x is None or math.isnan(x):
+        return "-"
+    if x == 0:
+        return "0"
+    return f"{x:.{digits}g}" if 1e-4 <= abs(x) < 1e4 else f"{x:.1e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def tight(x: float) -> str:
+    """Two digits in plain notation down to 0.0001."""
+    if x == 0:
+        return "0"
+    if abs(x) < 1e-4:
+        return short(x)
+    return f"{x:.{max(0, min(4, 1 - math.floor(math.log10(abs(x)))))}f}"
+
+
+def pm(s: Spread | None, signed: bool = True) -> str:
+    if s is None:
+        return "-"
+    mean = f"{s.mean:+.4f}" if signed else tight(s.mean)
+    return mean if s.spread is None else f"{mean} ± {s.spread:.4f}" if signed else f"{mean} ± {tight(s.spread)}"
+
+
+def percent(s: Spread | None) -> str:
+    if s is None:
+        return "-"
+    return f"{100 * s.mean:.1f}" + ("" if s.spread is None else f" ± {100 * s.spread:.1f}")
+
+
+def grid(heads: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def horizons(r: Results) -> list[str]:
+    return [str(h) for h in next(row for row in r.rows if not row["small"])["horizons"]]
+
+
+def bases(r: Results) -> str:
+    steps = horizons(r)
+    rows = []
+    for model in r.models:
+        made = [b for b in r.data["bases"] if b["base"] == model]
+        for policy, name in (("exact", NAMES[model]), (LOST, "the same, what the prefix left in the states lost")):
+            cells = [pm(r.mean(model, policy, lambda x: x["bits"]["all"]), signed=False)]
+            for task in ("recall", "copy"):
+                for step in steps:
+                    cells.append(percent(r.mean(model, policy, lambda x, t=task, s=step: x[t][s])))
+            count = f"{made[0]['parameters'] / 1e6:.1f} M" if policy == "exact" and made else ""
+            rows.append([name, count, *cells])
+    heads = ["", "parameters", "bits per byte", *(f"recall, {s}" for s in steps), *(f"copy, {s}" for s in steps)]
+    return grid(heads, rows)
+
+
+def _row(r: Results, model: str, name: str, *, small: bool = False, bytes_: bool = True) -> list[str] | None:
+    if not r.some(model, name, small=small):
+        return None
+
+    def mean(value: Callable[[dict[str, Any]], float]) -> Spread | None:
+        return r.mean(model, name, value, small=small)
+
+    drift = mean(lambda x: max(layer[-1] for layer in x["drift"]) if x.get("drift") else math.nan)
+    cells = [
+        pm(mean(lambda x: x["cost"])),
+        pm(mean(lambda x: x["dlogp"]["all"]), signed=False),
+        short(v.mean if (v := mean(lambda x: x["dlogp_p95"]["all"])) else None),
+        short(v.mean if (v := mean(lambda x: x["kl"]["all"])) else None),
+        percent(mean(lambda x: x["recall"]["all"])),
+        percent(mean(lambda x: x["copy"]["all"])),
+        short(drift.mean if drift else None),
+    ]
+    return [name, *([_bytes(name)] if bytes_ else []), *cells]
+
+
+def _bytes(name: str) -> str:
+    """Bytes of a value of a layer's state, ring and scales counted."""
+    try:
+        policy = policy_named(name)
+    except KeyError:
+        return ""
+    heads, dim = FULL.size.heads, FULL.size.dim
+    return f"{4.0:.2f}" if policy is None else f"{policy.nbytes(heads, heads, dim, dim) / (heads * dim * dim):.2f}"
+
+
+HEADS = ["bits per byte, change", "mean \\|Δ log p\\|", "p95", "KL", "recall %", "copy %", "drift"]
+
+
+def ptq(r: Results) -> str:
+    parts = []
+    for model in r.models:
+        exact = [
+            "exact", "4.00", pm(r.mean(model, "exact", lambda x: x["bits"]["all"]), signed=False) + " in all",
+            "", "", "",
+            percent(r.mean(model, "exact", lambda x: x["recall"]["all"])),
+            percent(r.mean(model, "exact", lambda x: x["copy"]["all"])), "",
+        ]  # fmt: skip
+        rows = [exact, *(x for name in (CONTROL, WINDOWS, *NEAREST) if (x := _row(r, model, name)))]
+        parts.append(f"{NAMES[model]}:\n\n" + grid(["state", "bytes a value", *HEADS], rows))
+    return "\n\n".join(parts)
+
+
+def others(r: Results) -> str:
+    parts = []
+    for model in r.models:
+        rows = []
+        for name in NEAREST:
+            for each in (name, *(other for other in OTHERS if other.startswith(name + ","))):
+                if x := _row(r, model, each, small=True):
+                    rows.append(x)
+        if x := _row(r, model, "calibrated", small=True):
+            rows.append(["**the recipe of lc.calibrate**", *x[1:]])
+        if rows:
+            parts.append(f"{NAMES[model]}:\n\n" + grid(["state", "bytes a value", *HEADS], rows))
+    return "\n\n".join(parts)
+
+
+def prefill(r: Results) -> str:
+    parts = []
+    for model in r.models:
+        found = [x for name in PREFILLS if (x := _row(r, model, f"prefill: {name}", small=True, bytes_=False))]
+        rows = [[x[0].removeprefix("prefill: "), *x[1:-1]] for x in found]
+        if rows:
+            parts.append(f"{NAMES[model]}:\n\n" + grid(["prefill", *HEADS[:-1]], rows))
+    return "\n\n".join(parts)
+
+
+def by_horizon(r: Results) -> str:
+    steps = horizons(r)
+    parts = []
+    for model in r.models:
+        rows = []
+        for name in ("exact", *NEAREST):
+            if not r.some(model, name):
+                continue
+            change = [
+                pm(r.mean(model, name, lambda x, s=s: x["dlogp"][s]), signed=False) if name != "exact" else ""
+                for s in steps
+            ]
+            recall = [percent(r.mean(model, name, lambda x, s=s: x["recall"][s])) for s in steps]
+            rows.append([name, *change, *recall])
+        heads = ["state", *(f"\\|Δ log p\\|, to {s}" for s in steps), *(f"recall %, to {s}" for s in steps)]
+        parts.append(f"{NAMES[model]}:\n\n" + grid(heads, rows))
+    return "\n\n".join(parts)
+
+
+def trained(r: Results) -> list[tuple[str, str, str]]:
+    """Model, method and policy of every further training, in the order of the policies."""
+    found = {(t["model"], t["trained"]) for t in r.data.get("trained", ()) if t["trained"] != "control"}
+    every = [(m, method, name) for m in r.models for name in NEAREST for method in ("qat", "qad")]
+    return [x for x in every if (x[0], f"{x[1]} {x[2]}") in found]
+
+
+def recovered(r: Results, of: str) -> str:
+    rows = []
+    for model, method, name in trained(r):
+        j = judged(r.rows, model, f"{method} {name}", name, of)
+        if j is None:
+            continue
+        show = pm if of == "bits" else percent
+        share = (
+            "-" if j.cost.mean <= 0 or j.verdict == "nothing to recover" else f"{100 * j.gain.mean / j.cost.mean:.0f} %"
+        )
+        rows.append([NAMES[model], name, method.upper(), show(j.cost), show(j.left), show(j.gain), share, j.verdict])
+    what = "bits per byte" if of == "bits" else "wrong answers, %"
+    return grid(["", "state", "training", f"{what}: untrained", "trained", "won back", "share", "verdict"], rows)
+
+
+def about(r: Results) -> str:
+    a = r.data["about"]
+    steps = ", ".join(f"{s['steps']} of {s['batch']} × {s['tokens']}" for s in r.data["bases"][0]["stages"])
+    further = max((t["steps"] for t in r.data.get("trained", ())), default=0)
+    return (
+        f"`{a['command']}`, commit {a['commit'][:10]}, {a['hardware']}, torch {a['torch']}, Triton {a['triton']}, "
+        f"transformers {a['transformers']}; text of Python {a['corpus']['python']}, "
+        f"{a['corpus']['train_bytes'] / 1e6:.1f} MB to train and {a['corpus']['heldout_bytes'] / 1e6:.2f} MB held out "
+        f"(SHA-256 {a['corpus']['sha256'][:12]}). Steps of a base: {steps} bytes; of each further training: {further}."
+    )
+
+
+def readme(r: Results) -> str:
+    rows = []
+    for model in r.models:
+        for name in ("exact", *HEADLINE):
+            if name == "exact":
+                bits = pm(r.mean(model, name, lambda x: x["bits"]["all"], weights="control"), signed=False)
+                recall = percent(r.mean(model, name, lambda x: x["recall"]["all"], weights="control"))
+                rows.append([NAMES[model], "exact fp32", "4.00", bits, "", "", recall])
+                continue
+            qat = judged(r.rows, model, f"qat {name}", name, "bits")
+            cost = spread(
+                a - b
+                for s, a in seeds(r.rows, model, "control", name, "bits").items()
+                if (b := seeds(r.rows, model, "control", "exact", "bits").get(s)) is not None
+            )
+            if cost is None:
+                continue
+            recall = percent(r.mean(model, name, lambda x: x["recall"]["all"], weights="control"))
+            rows.append(
+                ["", name, _bytes(name), pm(cost), pm(qat.left) if qat else "-", qat.verdict if qat else "-", recall]
+            )
+    return grid(["", "state", "bytes a value", "bits per byte, change", "after QAT", "", "recall %"], rows)
+
+
+def lines(
+    title: str,
+    xs: list[str],
+    curves: dict[str, list[float]],
+    *,
+    log: bool,
+    unit: str,
+    width: int = 470,
+    height: int = 240,
+) -> str:
+    """Values at the horizons, a line a policy, labelled at its end."""
+    values = [v for curve in curves.values() for v in curve if v > 0 or not log]
+    if log:
+        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+        ticks = [(p, f"{10.0**p:g}") for p in range(low, high + 1)]
+    else:
+        low, high = 0, 1
+        ticks = [(i / 4, f"{25 * i} %") for i in range(5)]
+    left, top = 62, 34
+
+    def y_of(v: float) -> float:
+        at = math.log10(max(v, 10.0**low)) if log else v
+        return top + height * (high - at) / (high - low)
+
+    def x_of(i: int) -> float:
+        return left + width * (i + 0.5) / len(xs)
+
+    parts = [f'<text x="{left}" y="16" font-weight="600">{title}</text>']
+    for value, mark in ticks:
+        y = top + height * (high - value) / (high - low)
+        parts.append(f'<line class="grid" x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{mark}</text>')
+    for i, x in enumerate(xs):
+        before = "1" if i == 0 else str(int(xs[i - 1]) + 1)
+        parts.append(f'<text x="{x_of(i):.1f}" y="{top + height + 18}" text-anchor="middle">{before}-{x}</text>')
+    parts.append(f'<path class="axis" stroke-width="1" d="M{left} {top}V{top + height}H{left + width}"/>')
+    parts.append(f'<text x="{left + width / 2}" y="{top + height + 36}" text-anchor="middle">{unit}</text>')
+    for n, curve in enumerate(curves.values()):
+        points = "L".join(f"{x_of(i):.1f} {y_of(v):.1f}" for i, v in enumerate(curve))
+        dash = f' stroke-dasharray="{DASHES[n]}"' if DASHES[n] else ""
+        parts.append(f'<path stroke="{COLORS[n]}"{dash} d="M{points}"/>')
+    colors, below = dict(zip(curves, COLORS, strict=False)), -math.inf
+    for label in sorted(curves, key=lambda label: -curves[label][-1]):
+        below = max(y_of(curves[label][-1]) + 4, below + 15)
+        x, last = left + width + 16, curves[label][-1]
+        said = f"{label}  {short(last) if log else f'{100 * last:.0f} %'}"
+        parts.append(f'<circle cx="{x - 9}" cy="{below - 4:.1f}" r="4" fill="{colors[label]}"/>')
+        parts.append(f'<text x="{x}" y="{below:.1f}">{said}</text>')
+    body, size = "\n".join(parts), f'viewBox="0 0 {left + width + 230} {top + height + 46}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n<style>{STYLE}</style>\n{body}\n</svg>\n'
+
+
+SHOWN = ("nvfp4 token", "fp8 token", "int8 token", "nvfp4 replay 16", "int8 replay 8", "fp8 two-precision 16")
+
+
+def plots(r: Results) -> dict[str, str]:
+    steps, found = horizons(r), {}
+    for model in r.models:
+        have = [name for name in SHOWN if r.some(model, name)]
+
+        def curve(name: str, value: Callable[[dict[str, Any], str], float], model: str = model) -> list[float]:
+            means = [r.mean(model, name, lambda x, s=s: value(x, s)) for s in steps]
+            return [m.mean for m in means if m is not None]
+
+        change = {name: curve(name, lambda x, s: x["dlogp"][s]) for name in have}
+        recall = {name: curve(name, lambda x, s: x["recall"][s]) for name in ("exact", *have)}
+        title = f"{NAMES[model]}: mean |Δ log p| of the next byte"
+        unit = "decoded bytes behind 64 of exact prefill"
+        found[f"docs/quality-change-{model}.svg"] = lines(title, steps, change, log=True, unit=unit)
+        title = f"{NAMES[model]}: right answers of associative recall"
+        found[f"docs/quality-recall-{model}.svg"] = lines(title, steps, recall, log=False, unit=unit)
+    return found
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "about": about,
+    "bases": bases,
+    "ptq": ptq,
+    "horizon": by_horizon,
+    "recovered bits": lambda r: recovered(r, "bits"),
+    "recovered recall": lambda r: recovered(r, "recall"),
+    "recovered copy": lambda r: recovered(r, "copy"),
+    "others": others,
+    "prefill": prefill,
+    "readme": readme,
+}
+
+
+def filled(text: str, results: Results) -> str:
+    """A page with its tables made anew."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"{match[1]}\n\n{TABLES[match[2]](results)}\n\n<!-- end -->"
+
+    return re.sub(r"(?s)(<!-- quality: ([a-z ]+) -->).*?<!-- end -->", table, text)
+
+
+def pages(data: dict[str, Any]) -> dict[str, str]:
+    """Every file that this script writes, by its path from the root folder."""
+    results = Results(data)
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/quality.md", "README.md")}
+    return {**{name: filled(text, results) for name, text in texts.items()}, **plots(results)}
+
+
+if __name__ == "__main__":
+    for name, text in pages(json.loads(RESULTS.read_text(encoding="utf-8"))).items():
+        (ROOT / name).write_text(text, encoding="utf-8")

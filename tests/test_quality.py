@@ -1,0 +1,206 @@
+"""The benchmark of quality measures what it says: its layers are the backend's, its questions have answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lattn_compile as lc
+from benchmarks.quality import tasks, verdict
+from benchmarks.quality.config import FULL, HEADLINE, NEAREST, OTHERS, RULE, TINY, arms
+from benchmarks.quality.text import load_corpus
+from lattn_compile.testing.backend import recorded
+
+pytest.importorskip("transformers")
+
+from benchmarks.quality.lab import Lab
+from benchmarks.quality.measure import evaluate
+from benchmarks.quality.models import Size, build, linear_layers, logits_of, recurrence, under
+from benchmarks.quality.train import Arm, Plan, run
+
+_SIZE = Size(hidden=32, inner=32, linear=2, heads=2, dim=16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_dynamo() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("kind", "policy"), [("gdn", "nvfp4 replay 8"), ("kda", "int8 token")])
+def test_a_layer_is_what_the_backend_makes_of_it_in_a_training_phase(kind: str, policy: str) -> None:
+    """The same values and gradients as `torch.compile(backend="lattn_compile")` under `lc.training_phase`."""
+    model = build(kind, _SIZE, 0)
+    ids = load_corpus().train[: 2 * 100].view(2, 100)
+    with recorded() as record, lc.training_phase(tasks.PREFIX):
+        compiled = torch.compile(model, backend="lattn_compile", fullgraph=True, options={"policy": NEAREST[policy]})  # type: ignore[call-overload]
+        want = compiled(input_ids=ids.long(), use_cache=False).logits
+        want.square().sum().backward()
+        assert record.lattn_ops == _SIZE.linear
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    with recurrence(under([NEAREST[policy]] * _SIZE.linear, tasks.PREFIX), _SIZE.linear):
+        got = logits_of(model, ids)
+        got.square().sum().backward()
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    for a, b in zip([p.grad for p in model.parameters() if p.grad is not None], grads, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4 * b.abs().max().item() + 1e-7, rtol=1e-3)
+    assert len(linear_layers(model)) == _SIZE.linear
+    exact = model(input_ids=ids.long(), use_cache=False).logits
+    assert (exact[:, : tasks.PREFIX] - got[:, : tasks.PREFIX]).abs().max() < 1e-5
+    assert (exact - got).abs().max() > 1e-5, "nothing was rounded"
+
+
+def _answers(batch: tasks.Batch, kind: str) -> list[tuple[int, int, bytes]]:
+    """Row, position in ids and the bytes up to there of every answer."""
+    found = (batch.kinds == tasks.KINDS[kind]).nonzero().tolist()
+    return [(row, at + 1, bytes(batch.ids[row, : at + 2].tolist())) for row, at in found]
+
+
+def test_every_question_has_its_answer_earlier_in_the_sequence() -> None:
+    corpus = load_corpus()
+    generator = torch.Generator().manual_seed(0)
+    trained = tasks.recalling(corpus.train, 8, 512, generator, 12)
+    held = tasks.measured(corpus.heldout, {"text": 2, "recall": 4, "copy": 8}, 1024, 0)
+    for batch in (trained, held["recall"]):
+        answers = _answers(batch, "recall")
+        assert len(answers) >= len(batch) * 15
+        for _, _, seen in answers:
+            mark, key, value = seen[-3:]
+            assert mark == 2 and seen.index(bytes((1, key, value))) < len(seen) - 3
+    for row, at, seen in _answers(held["copy"], "copy"):
+        start = seen.rindex(b"\4")
+        assert seen[1 : 1 + at - start] == seen[start + 1 :], row
+    # Each pair is asked for once, and none is stored behind the prefix.
+    for row in held["recall"].ids.tolist():
+        assert 1 not in row[tasks.PREFIX :]
+        keys = [row[i + 1] for i, byte in enumerate(row) if byte == 2]
+        assert len(keys) == len(set(keys)) == 15
+    per_bucket = [
+        sum(low <= at - 1 - tasks.PREFIX < high for _, at, _ in _answers(held["recall"], "recall"))
+        for low, high in ((0, 64), (64, 256), (256, 1024))
+    ]
+    assert per_bucket == [20, 20, 20]
+
+
+def test_texts_are_apart_and_batches_repeat() -> None:
+    corpus = load_corpus()
+    train = bytes(corpus.train.tolist())
+    assert min(corpus.train.min(), corpus.heldout.min()) >= 8
+    assert corpus.about["heldout_files"] > 10 and len(corpus.heldout) > 300_000
+    windows = [bytes(corpus.heldout[i : i + 400].tolist()) for i in range(0, len(corpus.heldout) - 400, 40_000)]
+    assert sum(window in train for window in windows) <= 1  # a licence may be in many files
+    a, b = (tasks.Mixture(corpus.train, 8, 256, 3, (0.5, 0.25)) for _ in range(2))
+    for _ in range(2):
+        assert torch.equal(a.draw().ids, b.draw().ids)
+
+
+def test_measuring_tells_exact_from_rounded_and_lost_states() -> None:
+    corpus = load_corpus()
+    model = build("gdn", _SIZE, 0)
+    data = tasks.measured(corpus.heldout, {"text": 2, "recall": 2, "copy": 2}, 256, 0)
+    layers = _SIZE.linear
+    row, reference = evaluate(model, [None] * layers, data)
+    assert set(row["bits"]) == {"64", "256", "all"} and 7 < row["bits"]["all"] < 9
+    floor, _ = evaluate(model, [None] * layers, data, reference, way="steps")
+    coarse, _ = evaluate(model, [NEAREST["nvfp4 token"]] * layers, data, reference)
+    noisy, _ = evaluate(model, [OTHERS["nvfp4 token, stochastic"]] * layers, data, reference)
+    mixed, _ = evaluate(model, [None, NEAREST["int8 replay 8"]], data, reference)
+    lost, _ = evaluate(model, [None] * layers, data, reference, clear=True)
+    assert abs(floor["kl"]["all"]) < 1e-8 < min(coarse["kl"]["all"], noisy["kl"]["all"])
+    assert noisy["kl"]["all"] != coarse["kl"]["all"], "both were rounded alike"
+    assert all(x < 1e-5 for layer in floor["drift"] for x in layer)
+    assert mixed["drift"][0] == [0.0, 0.0] and 0 < mixed["drift"][1][1] < coarse["drift"][1][1]
+    assert 1 > lost["drift"][0][0] > 3 * lost["drift"][0][1], "what is lost is forgotten anyway, in time"
+
+
+def test_qat_sees_the_rounding_and_qad_its_teacher() -> None:
+    corpus = load_corpus()
+
+    def trained(plan: Plan, teacher: Any = None) -> Arm:
+        data = tasks.Mixture(corpus.train, 2, 128, 0, (0.5, 0.0))
+        arm = Arm("x", build("kda", _SIZE, 0), plan, data, teacher=teacher)
+        assert run([arm], steps=2, tick=lambda text: None) == 2 and arm.failed is None
+        return arm
+
+    exact, again = (trained(Plan()) for _ in range(2))
+    qat = trained(Plan("qat", NEAREST["nvfp4 token"]))
+    qad = trained(Plan("qad", NEAREST["nvfp4 token"], decay=0.0), build("kda", _SIZE, 0).requires_grad_(False))
+    weights = [torch.cat([p.flatten() for p in arm.model.parameters()]) for arm in (exact, again, qat, qad)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2]) and not torch.equal(weights[2], weights[3])
+    assert 0 < qad.curve[-1][1] < 1e-2 < qat.curve[-1][1]
+
+
+def test_a_checkpoint_has_the_weights_in_float16_and_a_failure_is_written_down(tmp_path: Path) -> None:
+    lab = Lab(TINY, tmp_path, "cpu")
+    model = build("gdn", TINY.size, 5)
+    lab.save("gdn", 0, model)
+    again = lab.load("gdn", 0)
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a.half().float(), b)
+    assert lab.attempt("fails", lambda: 1 / 0) is False and lab.has("failed fails")
+
+
+def _rows(weights: str, policy: str, bits: list[float], **more: Any) -> list[dict[str, Any]]:
+    return [
+        {"model": "gdn", "seed": s, "weights": weights, "policy": policy, "small": False, "bits": {"all": x}, **more}
+        for s, x in enumerate(bits)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("under_policy", "qat", "verdict_"),
+    [
+        ([1.40, 1.41, 1.42], [1.32, 1.33, 1.34], "recovered"),
+        ([1.40, 1.41, 1.42], [1.37, 1.38, 1.39], "not recovered"),  # less than half of it
+        ([1.40, 1.41, 1.42], [1.20, 1.41, 1.38], "not recovered"),  # within two spreads
+        ([1.30, 1.32, 1.31], [1.30, 1.30, 1.30], "nothing to recover"),
+        ([1.40], [1.30], "one seed"),
+    ],
+)
+def test_the_rule_that_was_fixed_beforehand(under_policy: list[float], qat: list[float], verdict_: str) -> None:
+    rows = _rows("control", "exact", [1.30, 1.31, 1.32]) + _rows("control", "nvfp4 token", under_policy)
+    rows += _rows("qat nvfp4 token", "nvfp4 token", qat)
+    found = verdict.judged(rows, "gdn", "qat nvfp4 token", "nvfp4 token", "bits")
+    assert found is not None and found.verdict == verdict_
+    assert verdict.judged(rows, "kda", "qat nvfp4 token", "nvfp4 token", "bits") is None
+    assert "at least half" in RULE
+
+
+def test_an_order_is_of_rows_that_are_apart_and_a_broken_one_is_seen() -> None:
+    published = _rows("base", "int8 token", [1.0, 1.1, 1.2]) + _rows("base", "fp8 token", [1.25, 1.15, 1.2])
+    published += _rows("base", "nvfp4 token", [2.0, 2.1, 2.2])
+    pairs = [("int8 token", "nvfp4 token"), ("fp8 token", "nvfp4 token")]
+    assert sorted(verdict.order(published, "gdn", "bits")) == sorted(pairs)
+    again = _rows("base", "int8 token", [3.0]) + _rows("base", "nvfp4 token", [2.5])
+    found = {(less, more): holds for less, more, holds in verdict.reproduced(published, again, "gdn", "bits")}
+    assert found == {pairs[0]: False, pairs[1]: None}
+
+
+def test_what_is_run_covers_what_was_asked_for() -> None:
+    assert len(NEAREST) == 12 and len(OTHERS) == 21 and set(HEADLINE) <= set(NEAREST)
+    groups = arms(FULL)
+    assert {s for _, policy, s in groups[0] if policy == "int8 token"} == {0, 1, 2}
+    assert {policy for method, policy, _ in groups[0] if method == "exact"} == {"exact"}
+    for kind in FULL.models:
+        with torch.device("meta"):
+            model = build(kind, FULL.size, 0)
+        assert sum(p.numel() for p in model.parameters()) < 15_000_000
+
+
+def test_docs_have_the_numbers_of_the_results() -> None:
+    root = Path(__file__).parents[1]
+    results = root / "benchmarks" / "results" / "quality.json"
+    if not results.exists():
+        pytest.skip("not measured yet")
+    import runpy
+
+    made = runpy.run_path(str(root / "docs" / "write_quality.py"))["pages"](json.loads(results.read_text()))
+    for name, text in made.items():
+        assert (root / name).read_text(encoding="utf-8") == text, f"{name}: run python docs/write_quality.py"
