@@ -3,7 +3,8 @@
 #   make demo            set up, then run the demo;    make demo ARGS="--model kimi --all"
 #   make test            set up, then lint and test;   make test ARGS="tests/formats -k int8"
 #
-# For developers: make test-full (everything that CI samples, hours), make gpu-test (kernels, on this machine's GPU).
+# For developers: make test-full (everything that CI samples, hours), make gpu-test (kernels, on this machine's GPU),
+# make reproduce-quality (trains a small model, quantizes its state, checks the order of the published rows; 5 minutes).
 #
 # PYTHON chooses the interpreter (3.11 or newer), VENV the folder.
 
@@ -24,7 +25,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 ALT := $(CURDIR)/$(VENV)/alt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full gpu-test lint check setup setup-dev clean
+.PHONY: help demo test test-full gpu-test reproduce-quality lint check setup setup-dev clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,6 +54,10 @@ gpu-test:
 	$(PYTHON) -m tests.gpu.run
 	$(PYTHON) -m tests.gpu.run --sanitize
 	$(PYTHON) benchmarks/kernels.py
+	$(PYTHON) benchmarks/decode.py
+
+reproduce-quality: $(VENV)/.demo
+	$(BIN)/python -m benchmarks.quality --reduced $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 it is installed) beside this backend.
 
     python benchmarks/model_decode.py --out rows.jsonl [--only decode/ours floor] [--budget 500] [--limit 90]
+    python benchmarks/model_decode.py --out rows.jsonl --together 140     compile all at once, then measure in turn
     python benchmarks/model_decode.py --out rows.jsonl --table            what the rows say
     python benchmarks/model_decode.py --out rows.jsonl --tiny --device cpu   the script itself, in a minute or three
 
@@ -9,24 +10,29 @@ The model has Qwen3-Next's shape: 894 M parameters in bf16, hidden size 2,048, 1
 (H = 16, HV = 32, K = V = 128), no experts, random weights; decoding goes through transformers' `StaticCache`. It is
 made of parts, each a process of its own that adds one line to the file: a part that is there is not run again, so a run
 that was cut goes on where it was. Inductor's caches outlive a part, so one that hit its limit while compiling has less
-to do.
+to do. Compiling takes a core for a minute, measuring takes the device for a second: `--together` compiles all parts at
+once and lets them measure one after another when all are ready, or when most of its seconds are over.
 
 Arms: `eager` (transformers as it is), `compile` and `compile-ro` (plain torch.compile, default and reduce-overhead),
-`ours` and `ours-ro` (this backend, policy exact). `--lower decode` lets Inductor launch what is not
-proven on a GPU yet (`lattn_compile/lowering/gpu.py`: PROVEN). The floor of a step is the time to read the weights once
-and to read and write the states once, at the bandwidth of a copy that is measured in the same run.
+`ours` and `ours-ro` (this backend, policy exact), `ours-triton` (with kernel="triton": also what is not proven on a GPU
+yet). `--lower convolution` lets Inductor launch what is not proven in its module (`lattn_compile/lowering/gpu.py`:
+PROVEN). The floor of a step is the time to read the weights once and to read and write the states once, at the
+bandwidth of a copy that is measured in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +41,7 @@ sys.path[:] = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolv
 
 ARMS = ("eager", "compile", "compile-ro", "ours", "ours-ro")
 ROOT = Path(__file__).resolve().parents[1]
+TURNS = "LATTN_BENCHMARK_TURNS"
 
 
 class Sizes:
@@ -45,7 +52,7 @@ class Sizes:
         self.heads, self.value_heads, self.dim = (2, 4, 16) if tiny else (16, 32, 128)
         self.attention, self.head_dim = (4, 16) if tiny else (16, 256)
         self.batches = (1, 2) if tiny else (1, 8, 64)
-        self.prompt, self.room = (8, 256) if tiny else (64, 1024)
+        self.prompt, self.room = 4, 256
         self.prefill, self.train = (40, 24) if tiny else (8192, 4096)
         self.steps, self.rounds = (3, 2) if tiny else (20, 5)
         self.bf16 = not tiny
@@ -66,7 +73,7 @@ def parts(sizes: Sizes) -> list[str]:
     names += [f"decode/{arm}/{batch}" for batch in sizes.batches for arm in ARMS]
     middle = sizes.batches[1]
     names += [f"kernels/{arm}/{middle}" for arm in ("ours", "compile", "eager")]
-    return names + [f"{what}/{arm}/1" for what in ("prefill", "train") for arm in ("eager", "ours")]
+    return names + [f"{what}/{arm}/1" for what in ("prefill", "train") for arm in ("eager", "ours", "ours-triton")]
 
 
 def build(sizes: Sizes, device: str, *, training: bool = False) -> Any:
@@ -94,9 +101,13 @@ def build(sizes: Sizes, device: str, *, training: bool = False) -> Any:
         tie_word_embeddings=False,
         pad_token_id=0,
     )
-    with torch.device(device):
-        model = Qwen3NextForCausalLM(config)
-    model = model.to(torch.bfloat16 if sizes.bf16 else torch.float32)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if sizes.bf16 else torch.float32)
+    try:
+        with torch.device(device):
+            model = Qwen3NextForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
     return model.train() if training else model.eval().requires_grad_(False)
 
 
@@ -111,6 +122,7 @@ def compiled(model: Any, arm: str, kernel: str) -> Callable[..., Any]:
         return torch.compile(model, mode="reduce-overhead" if fast else "default")
     import lattn_compile as lc
 
+    kernel = "triton" if arm.endswith("-triton") else kernel
     options: dict[str, Any] = {"policy": lc.Policy(write=lc.Exact(), kernel=kernel)}  # type: ignore[arg-type]
     if fast:
         options["mode"] = "reduce-overhead"
@@ -124,21 +136,39 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def timed(call: Callable[[], Any], sizes: Sizes, device: str, *, steps: int | None = None) -> float:
-    """Milliseconds of a call: the median over rounds of the mean over a round's calls."""
-    steps, times = steps or sizes.steps, []
-    for _ in range(sizes.rounds):
+@contextlib.contextmanager
+def turn() -> Iterator[None]:
+    """Inside, no other part measures. The first time, waits until all parts are ready (`run_together`)."""
+    folder = os.environ.get(TURNS)
+    if folder is None:
+        yield
+        return
+    (Path(folder) / f"{os.getpid()}.ready").touch()
+    while not (Path(folder) / "go").exists():
+        time.sleep(0.05)
+    with (Path(folder) / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def timed(call: Callable[[], Any], sizes: Sizes, device: str) -> float:
+    """Milliseconds of a call: the median over rounds of the mean over a round's calls, a tenth of a second of them."""
+
+    def seconds(calls: int) -> float:
         synchronize(device)
         began = time.perf_counter()
-        for _ in range(steps):
+        for _ in range(calls):
             call()
         synchronize(device)
-        times.append(1e3 * (time.perf_counter() - began) / steps)
-    return statistics.median(times)
+        return (time.perf_counter() - began) / calls
+
+    with turn():
+        steps = max(2, min(sizes.steps, round(0.1 / seconds(2))))
+        return 1e3 * statistics.median(seconds(steps) for _ in range(sizes.rounds))
 
 
 class Decoding:
-    """One sequence of steps of a model with a cache of its own."""
+    """One sequence of steps of a model with a cache of its own, behind `prompt` tokens taken one by one."""
 
     def __init__(self, model: Any, step: Callable[..., Any], sizes: Sizes, batch: int, device: str) -> None:
         import torch
@@ -147,7 +177,17 @@ class Decoding:
         prompt = torch.arange(batch * sizes.prompt, device=device).view(batch, -1) % (sizes.vocab - 1) + 1
         self.cache = StaticCache(config=model.config, max_cache_len=sizes.room)
         self.step, self.token = step, prompt[:, -1:].clone()
-        model(input_ids=prompt, past_key_values=self.cache, use_cache=True)
+        new = {"dtype": model.dtype, "device": device}
+        for layer in self.cache.layers:
+            if hasattr(layer, "recurrent_states"):  # a state of zeros: nobody has to compile a prefill for a prompt
+                channels = (2 * sizes.heads + sizes.value_heads) * sizes.dim
+                layer.lazy_initialization(
+                    conv_states=torch.zeros(batch, channels, 4, **new),
+                    recurrent_states=torch.zeros(batch, sizes.value_heads, sizes.dim, sizes.dim, device=device),
+                )
+                layer.has_previous_state[0] = True
+        for token in prompt.unbind(1):
+            model(input_ids=token[:, None], past_key_values=self.cache, use_cache=True)
 
     def __call__(self) -> Any:
         import torch
@@ -188,7 +228,7 @@ def kernels(arm: str, batch: int, sizes: Sizes, device: str, kernel: str) -> dic
             run()
         synchronize(device)
         activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-        with profile(activities=[activity]) as seen:
+        with turn(), profile(activities=[activity]) as seen:
             run()
             synchronize(device)
     found: dict[str, list[float]] = {}
@@ -215,10 +255,10 @@ def prefill(arm: str, batch: int, sizes: Sizes, device: str, kernel: str) -> dic
         synchronize(device)
         first = time.perf_counter() - began
         error = None
-        if arm != "eager":
+        if arm != "eager" and _version("fla") is None:  # whose kernels would tune themselves for minutes first
             want = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits.float()
             error = float((logits - want).abs().max() / want.std())
-        ms = timed(lambda: step(input_ids=ids, use_cache=False, logits_to_keep=1), sizes, device, steps=2)
+        ms = timed(lambda: step(input_ids=ids, use_cache=False, logits_to_keep=1), sizes, device)
     return {"first_s": round(first, 2), "error": error, "ms": ms, "tokens": sizes.prefill}
 
 
@@ -243,7 +283,7 @@ def train(arm: str, batch: int, sizes: Sizes, device: str, kernel: str) -> dict[
     return {
         "first_s": round(first, 2),
         "loss": loss,
-        "ms": timed(call, sizes, device, steps=2),
+        "ms": timed(call, sizes, device),
         "tokens": sizes.train,
     }
 
@@ -308,39 +348,76 @@ def _rows(file: Path) -> dict[str, dict[str, Any]]:
     return {row["part"]: row for row in map(json.loads, lines)}
 
 
-def run_all(args: argparse.Namespace) -> None:
-    """Every part that is asked for and not in the file, each in a process of its own."""
-    began, sizes = time.monotonic(), Sizes(args.tiny)
-    wanted = [p for p in parts(sizes) if not args.only or any(p.startswith(x) for x in args.only)]
+def _environment(args: argparse.Namespace) -> dict[str, str]:
     caches = args.out.with_suffix(".caches").resolve()
     mine = "-".join([args.kernel, *sorted(args.lower)])
-    environment = {
+    return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / mine),
         "TRITON_CACHE_DIR": str(caches / "triton"),
     }
+
+
+def _command(name: str, args: argparse.Namespace) -> list[str]:
+    command = [sys.executable, __file__, "--part", name, "--out", str(args.out), "--device", args.device]
+    command += ["--kernel", args.kernel, *(["--tiny"] if args.tiny else [])]
+    return command + (["--lower", *args.lower] if args.lower else [])
+
+
+def _report(name: str, args: argparse.Namespace, said: str) -> None:
+    """Prints a part's row. What an arm refuses is a result, too."""
+    if (row := _rows(args.out).get(name)) is None:
+        row = {"part": name, "refused": (said.strip().splitlines() or ["?"])[-1][:400]}
+        _add(args.out, row)
+    shown = {k: v for k, v in row.items() if k not in ("part", "machine", "most", "torch", "transformers", "fla")}
+    print(name, json.dumps(shown), flush=True)
+
+
+def run_all(args: argparse.Namespace, wanted: list[str]) -> None:
+    """Each part in a process of its own, one after another."""
+    began = time.monotonic()
     for name in wanted:
-        if name in _rows(args.out):
-            continue
         if args.budget and time.monotonic() - began + args.limit > args.budget:
             print(f"stopped before {name}: {args.budget} s would not do", flush=True)
             return
-        command = [sys.executable, __file__, "--part", name, "--out", str(args.out), "--device", args.device]
-        command += ["--kernel", args.kernel, *(["--tiny"] if args.tiny else [])]
-        command += ["--lower", *args.lower] if args.lower else []
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.limit)
-            row, text = _rows(args.out).get(name), (done.stderr.strip().splitlines() or ["?"])[-1]
+            done = subprocess.run(
+                _command(name, args), env=_environment(args), capture_output=True, text=True, timeout=args.limit
+            )
         except subprocess.TimeoutExpired:
             print(f"{name}: cut after {args.limit} s; run again", flush=True)
             continue
-        if row is None:
-            # What an arm refuses is a result.
-            row = {"part": name, "refused": text[:400]}
-            _add(args.out, row)
-        shown = {k: v for k, v in row.items() if k not in ("part", "machine", "most", "torch", "transformers", "fla")}
-        print(name, json.dumps(shown), flush=True)
+        _report(name, args, done.stderr)
+
+
+def run_together(args: argparse.Namespace, wanted: list[str]) -> None:
+    """All parts at once: they compile side by side and measure one after another."""
+    end = time.monotonic() + args.together
+    with tempfile.TemporaryDirectory() as folder:
+        threads = max(1, (os.cpu_count() or 1) // max(1, len(wanted)))
+        environment = {
+            **_environment(args), TURNS: folder, "TORCHINDUCTOR_COMPILE_THREADS": str(threads), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        running = {}
+        for name in wanted:
+            log = (Path(folder) / f"{name.replace('/', '-')}.log").open("w+")
+            running[name] = subprocess.Popen(_command(name, args), env=environment, stdout=log, stderr=log), log
+        go = Path(folder) / "go"
+        while running and time.monotonic() < end:
+            ready = [(Path(folder) / f"{process.pid}.ready").exists() for process, _ in running.values()]
+            if all(ready) or time.monotonic() > end - args.together / 5:
+                go.touch()
+            for name, (process, log) in list(running.items()):
+                if process.poll() is not None:
+                    log.seek(0)
+                    _report(name, args, log.read())
+                    del running[name]
+            time.sleep(0.1)
+        for name, (process, _) in running.items():
+            process.kill()
+            process.wait()
+            print(f"{name}: cut after {args.together:.0f} s; run again", flush=True)
 
 
 def _add(file: Path, row: dict[str, Any]) -> None:
@@ -377,8 +454,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--kernel", default="auto", choices=("auto", "triton", "reference"), help="of the policy")
-    parser.add_argument("--lower", nargs="+", default=[], help="take as proven: decode, chunk, replay")
+    parser.add_argument("--lower", nargs="+", default=[], help="take as proven: chunk, convolution, ...")
     parser.add_argument("--budget", type=float, help="seconds for all parts of this call")
+    parser.add_argument("--together", type=float, metavar="SECONDS", help="all parts at once, in so many seconds")
     parser.add_argument("--limit", type=float, default=90, help="seconds for a part")
     args = parser.parse_args()
     if args.table:
@@ -386,7 +464,9 @@ def main() -> None:
     elif args.part:
         _add(args.out, run_part(args.part, args))
     else:
-        run_all(args)
+        wanted = [p for p in parts(Sizes(args.tiny)) if not args.only or any(p.startswith(x) for x in args.only)]
+        wanted = [p for p in wanted if p not in _rows(args.out)]
+        run_together(args, wanted) if args.together else run_all(args, wanted)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import math
 import re
 import runpy
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
+ON_CPU = RESULTS.with_name("quality_cpu.json")
+"""Rows of the same bases, measured on a CPU: text alone, over 1,024 bytes."""
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.quality.config import FULL, HEADLINE, NEAREST, OTHERS, PREFILLS, policy_named  # noqa: E402
+from benchmarks.quality.findings import Rows, findings  # noqa: E402
 from benchmarks.quality.verdict import CONTROL, Spread, judged, seeds, spread  # noqa: E402
 
 _DRAWN = runpy.run_path(str(HERE / "write_drift.py"))
@@ -28,14 +32,13 @@ COLORS, DASHES, STYLE = _DRAWN["COLORS"], _DRAWN["DASHES"], _DRAWN["STYLE"]
 
 NAMES = {"gdn": "Qwen3-Next (GDN)", "kda": "Kimi-Linear (KDA)"}
 LOST = "exact, prefix lost"
-WINDOWS = "exact, windows of 16 (control)"
 
 
 class Results:
     """The rows, and what is asked of them."""
 
-    def __init__(self, data: dict[str, Any]) -> None:
-        self.data, self.rows = data, data["rows"]
+    def __init__(self, data: dict[str, Any], cpu: dict[str, Any] | None = None) -> None:
+        self.data, self.rows, self.cpu = data, data["rows"], cpu or {"rows": []}
         self.models = [m for m in NAMES if any(r["model"] == m for r in self.rows)]
 
     def some(self, model: str, policy: str, *, weights: str = "base", small: bool = False) -> list[dict[str, Any]]:
@@ -91,18 +94,44 @@ def horizons(r: Results) -> list[str]:
 
 def bases(r: Results) -> str:
     steps = horizons(r)
+    heads = ["", "seed", "parameters", "recall in training", "bits per byte", *(f"recall %, to {s}" for s in steps)]
     rows = []
-    for model in r.models:
-        made = [b for b in r.data["bases"] if b["base"] == model]
-        for policy, name in (("exact", NAMES[model]), (LOST, "the same, what the prefix left in the states lost")):
-            cells = [pm(r.mean(model, policy, lambda x: x["bits"]["all"]), signed=False)]
-            for task in ("recall", "copy"):
-                for step in steps:
-                    cells.append(percent(r.mean(model, policy, lambda x, t=task, s=step: x[t][s])))
-            count = f"{made[0]['parameters'] / 1e6:.1f} M" if policy == "exact" and made else ""
-            rows.append([name, count, *cells])
-    heads = ["", "parameters", "bits per byte", *(f"recall, {s}" for s in steps), *(f"copy, {s}" for s in steps)]
+    for base in r.data["bases"]:
+        model, seed = base["base"], base["seed"]
+        exact = [x for x in r.some(model, "exact", weights="control") if x["seed"] == seed]
+        bits = f"{exact[0]['bits']['all']:.3f}" if exact else "-"
+        answers = [f"{100 * exact[0]['recall'][s]:.1f}" if exact else "-" for s in steps]
+        learnt = f"{100 * base['curve'][-1][2]:.0f} %"
+        rows.append([NAMES[model], str(seed), f"{base['parameters'] / 1e6:.1f} M", learnt, bits, *answers])
+    for x in r.some("gdn", LOST):
+        answers = [f"{100 * x['recall'][s]:.1f}" for s in steps]
+        rows.append(["its base, states zeroed after the prefix", "0", "", "", f"{x['bits']['all']:.3f}", *answers])
     return grid(heads, rows)
+
+
+def by_seed(r: Results) -> str:
+    """The headline policies on the controls: change of bits per byte, seed by seed."""
+    rows = []
+    for name in HEADLINE:
+        found = {x["seed"]: x for x in r.some("gdn", name, weights="control")}
+        costs = [f"{found[s]['cost']:+.4f}" if s in found else "-" for s in range(3)]
+        kl = [short(found[s]["kl"]["all"]) if s in found else "-" for s in range(3)]
+        rows.append([name, _bytes(name), *costs, *kl])
+    heads = ["state", "bytes a value", *(f"change, seed {s}" for s in range(3)), *(f"KL, seed {s}" for s in range(3))]
+    return grid(heads, rows)
+
+
+def on_cpu(r: Results, model: str) -> str:
+    names = list(dict.fromkeys(x["policy"] for x in r.cpu["rows"] if x["model"] == model and "cost" in x))
+    every = {**NEAREST, **OTHERS}
+    rows = []
+    for name in sorted(names, key=list(every).index):
+        found = [x for x in r.cpu["rows"] if (x["model"], x["policy"]) == (model, name)]
+        cost, change = spread(x["cost"] for x in found), spread(x["dlogp"]["all"] for x in found)
+        kl, count = spread(x["kl"]["all"] for x in found), str(len(found))
+        rows.append([name, _bytes(name), count, pm(cost), pm(change, signed=False), short(kl.mean if kl else None)])
+    heads = ["state", "bytes a value", "seeds", "bits per byte, change", "mean \\|Δ log p\\|", "KL"]
+    return grid(heads, rows) if rows else "Not measured."
 
 
 def _row(r: Results, model: str, name: str, *, small: bool = False, bytes_: bool = True) -> list[str] | None:
@@ -112,6 +141,8 @@ def _row(r: Results, model: str, name: str, *, small: bool = False, bytes_: bool
     def mean(value: Callable[[dict[str, Any]], float]) -> Spread | None:
         return r.mean(model, name, value, small=small)
 
+    if any(x["cost"] is None for x in r.some(model, name, small=small)):
+        return [name, *([_bytes(name)] if bytes_ else []), "not finite", *[""] * 6]
     drift = mean(lambda x: max(layer[-1] for layer in x["drift"]) if x.get("drift") else math.nan)
     cells = [
         pm(mean(lambda x: x["cost"])),
@@ -141,13 +172,16 @@ HEADS = ["bits per byte, change", "mean \\|Δ log p\\|", "p95", "KL", "recall %"
 def ptq(r: Results) -> str:
     parts = []
     for model in r.models:
+        bits = r.mean(model, "exact", lambda x: x["bits"]["all"])
         exact = [
-            "exact", "4.00", pm(r.mean(model, "exact", lambda x: x["bits"]["all"]), signed=False) + " in all",
+            "exact", "4.00", "-" if bits is None else f"{bits.mean:.4f} in all",
             "", "", "",
             percent(r.mean(model, "exact", lambda x: x["recall"]["all"])),
             percent(r.mean(model, "exact", lambda x: x["copy"]["all"])), "",
         ]  # fmt: skip
-        rows = [exact, *(x for name in (CONTROL, WINDOWS, *NEAREST) if (x := _row(r, model, name)))]
+        rows = [exact, *(x for name in (CONTROL, *NEAREST) if (x := _row(r, model, name)))]
+        if len(rows) < 2:
+            continue
         parts.append(f"{NAMES[model]}:\n\n" + grid(["state", "bytes a value", *HEADS], rows))
     return "\n\n".join(parts)
 
@@ -191,6 +225,8 @@ def by_horizon(r: Results) -> str:
             ]
             recall = [percent(r.mean(model, name, lambda x, s=s: x["recall"][s])) for s in steps]
             rows.append([name, *change, *recall])
+        if not rows:
+            continue
         heads = ["state", *(f"\\|Δ log p\\|, to {s}" for s in steps), *(f"recall %, to {s}" for s in steps)]
         parts.append(f"{NAMES[model]}:\n\n" + grid(heads, rows))
     return "\n\n".join(parts)
@@ -209,49 +245,53 @@ def recovered(r: Results, of: str) -> str:
         j = judged(r.rows, model, f"{method} {name}", name, of)
         if j is None:
             continue
-        show = pm if of == "bits" else percent
-        share = (
-            "-" if j.cost.mean <= 0 or j.verdict == "nothing to recover" else f"{100 * j.gain.mean / j.cost.mean:.0f} %"
+        show: Callable[[float], str] = (lambda x: f"{x:+.4f}") if of == "bits" else (lambda x: f"{100 * x:+.1f}")
+        exact, under, after = (
+            seeds(r.rows, model, w, p, of)
+            for w, p in (("control", "exact"), ("control", name), (f"{method} {name}", name))
         )
-        rows.append([NAMES[model], name, method.upper(), show(j.cost), show(j.left), show(j.gain), share, j.verdict])
-    what = "bits per byte" if of == "bits" else "wrong answers, %"
-    return grid(["", "state", "training", f"{what}: untrained", "trained", "won back", "share", "verdict"], rows)
+        label = f"{name}, {method.upper()}"
+        for s in sorted(after.keys() & under.keys() & exact.keys()):
+            cost, gain = under[s] - exact[s], under[s] - after[s]
+            share = f"{100 * gain / cost:.0f} %" if of == "bits" and cost > 0 else ""
+            rows.append([label, str(s), show(cost), show(after[s] - exact[s]), show(gain), share, ""])
+        show_all = pm if of == "bits" else percent
+        rows.append([label, "all", show_all(j.cost), show_all(j.left), show_all(j.gain), "", j.verdict])
+    what = "bits per byte over exact" if of == "bits" else "wrong answers over exact, %"
+    return grid(["", "seed", f"{what}: control", "trained", "won back", "share", "by the rule"], rows)
 
 
 def about(r: Results) -> str:
     a = r.data["about"]
     steps = ", ".join(f"{s['steps']} of {s['batch']} × {s['tokens']}" for s in r.data["bases"][0]["stages"])
     further = max((t["steps"] for t in r.data.get("trained", ())), default=0)
-    return (
+    text = (
         f"`{a['command']}`, commit {a['commit'][:10]}, {a['hardware']}, torch {a['torch']}, Triton {a['triton']}, "
         f"transformers {a['transformers']}; text of Python {a['corpus']['python']}, "
         f"{a['corpus']['train_bytes'] / 1e6:.1f} MB to train and {a['corpus']['heldout_bytes'] / 1e6:.2f} MB held out "
         f"(SHA-256 {a['corpus']['sha256'][:12]}). Steps of a base: {steps} bytes; of each further training: {further}."
     )
+    return textwrap.fill(text, 118, break_on_hyphens=False, break_long_words=False)
 
 
 def readme(r: Results) -> str:
     rows = []
-    for model in r.models:
-        for name in ("exact", *HEADLINE):
-            if name == "exact":
-                bits = pm(r.mean(model, name, lambda x: x["bits"]["all"], weights="control"), signed=False)
-                recall = percent(r.mean(model, name, lambda x: x["recall"]["all"], weights="control"))
-                rows.append([NAMES[model], "exact fp32", "4.00", bits, "", "", recall])
-                continue
-            qat = judged(r.rows, model, f"qat {name}", name, "bits")
-            cost = spread(
-                a - b
-                for s, a in seeds(r.rows, model, "control", name, "bits").items()
-                if (b := seeds(r.rows, model, "control", "exact", "bits").get(s)) is not None
-            )
-            if cost is None:
-                continue
-            recall = percent(r.mean(model, name, lambda x: x["recall"]["all"], weights="control"))
-            rows.append(
-                ["", name, _bytes(name), pm(cost), pm(qat.left) if qat else "-", qat.verdict if qat else "-", recall]
-            )
-    return grid(["", "state", "bytes a value", "bits per byte, change", "after QAT", "", "recall %"], rows)
+    for name in HEADLINE:
+        costs = {x["seed"]: x["cost"] for x in r.some("gdn", name, weights="control")}
+        after = seeds(r.rows, "gdn", f"qat {name}", name, "bits")
+        exact = seeds(r.rows, "gdn", "control", "exact", "bits")
+        ptq = [f"{costs[s]:+.4f}" for s in sorted(costs)]
+        qat = [f"{after[s] - exact[s]:+.4f}" for s in sorted(after)]
+        rows.append([name, _bytes(name), " / ".join(ptq), " / ".join(qat) or "not run"])
+    exact = seeds(r.rows, "gdn", "control", "exact", "bits")
+    first = ["exact fp32", "4.00", " / ".join(f"{exact[s]:.4f}" for s in sorted(exact)) + " in all", ""]
+    table = grid(["state", "bytes a value", "bits per byte, change: seeds 0 / 1 / 2", "after QAT"], [first, *rows])
+    back = {name: Rows(r.rows).won_back(name) for name in ("int8 token", "nvfp4 token")}
+    text = (
+        f"QAT won back {back['int8 token']} of what int8 costs and {back['nvfp4 token']} of nvfp4, in each seed that "
+        "was run; it also took some of the recall."
+    )
+    return f"{table}\n\n{textwrap.fill(text, 118)}"
 
 
 def lines(
@@ -306,13 +346,15 @@ def lines(
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n<style>{STYLE}</style>\n{body}\n</svg>\n'
 
 
-SHOWN = ("nvfp4 token", "fp8 token", "int8 token", "nvfp4 replay 16", "int8 replay 8", "fp8 two-precision 16")
+SHOWN = ("nvfp4 token", "int8 token", "nvfp4 replay 16", "int8 replay 8", "fp8 token", "fp8 replay 8")
 
 
 def plots(r: Results) -> dict[str, str]:
     steps, found = horizons(r), {}
     for model in r.models:
         have = [name for name in SHOWN if r.some(model, name)]
+        if not have:
+            continue
 
         def curve(name: str, value: Callable[[dict[str, Any], str], float], model: str = model) -> list[float]:
             means = [r.mean(model, name, lambda x, s=s: value(x, s)) for s in steps]
@@ -328,10 +370,21 @@ def plots(r: Results) -> dict[str, str]:
     return found
 
 
+def said(r: Results) -> str:
+    """What the numbers say, as a list."""
+    items = findings(r.data)
+    filled = (textwrap.fill(x, 118, initial_indent="* ", subsequent_indent="  ", break_on_hyphens=False) for x in items)
+    return "\n".join(filled)
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "about": about,
+    "findings": said,
     "bases": bases,
     "ptq": ptq,
+    "seeds": by_seed,
+    "kda": lambda r: on_cpu(r, "kda"),
+    "stochastic": lambda r: on_cpu(r, "gdn"),
     "horizon": by_horizon,
     "recovered bits": lambda r: recovered(r, "bits"),
     "recovered recall": lambda r: recovered(r, "recall"),
@@ -353,7 +406,7 @@ def filled(text: str, results: Results) -> str:
 
 def pages(data: dict[str, Any]) -> dict[str, str]:
     """Every file that this script writes, by its path from the root folder."""
-    results = Results(data)
+    results = Results(data, json.loads(ON_CPU.read_text(encoding="utf-8")) if ON_CPU.exists() else None)
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/quality.md", "README.md")}
     return {**{name: filled(text, results) for name, text in texts.items()}, **plots(results)}
 

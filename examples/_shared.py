@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +50,22 @@ def arguments(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse
     torch.set_num_threads(1)  # matrices this small gain nothing from a second core
     logging.disable_progress_bar()
     return options
+
+
+def start() -> torch.device:
+    """This process's device, of those that torchrun started: a GPU each with NCCL where there are enough, else the CPU
+    with gloo. Only the first of them goes on printing."""
+    import torch.distributed as dist
+
+    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", local) if torch.cuda.device_count() >= here else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if dist.get_rank():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+    return device
 
 
 def nats(model: Callable[..., Any], windows: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ from lattn_compile.errors import (
 from lattn_compile.history import last_report, reports
 from lattn_compile.lowering import _torch_frames as frames
 from lattn_compile.lowering import _torch_private as private
+from lattn_compile.lowering import gpu
 from lattn_compile.lowering._torch_trace import Untraceable, set_grad_enabled, trace_before_autograd
 from lattn_compile.lowering.decompositions import DECOMPOSITIONS, name_kernels
 from lattn_compile.ops.recorded import name_recorded_calls
@@ -114,7 +115,7 @@ def _compile(
     _speak(context, report, recipe, strict, compiled_so_far)
     history.note(compiled_so_far, report)
     inner = private.configured_post_grad_pass(patches)
-    identity = f"{source_hash()}:{_policies_fingerprint(context)}"
+    identity = f"{source_hash()}:{_policies_fingerprint(context)}:{gpu.identity()}"
     patches["post_grad_custom_post_pass"] = _PostGrad(identity, inner)
     compiled = private.compile_with_inductor(gm, [*inputs, *context.appended.values()], patches, DECOMPOSITIONS)
     if _depends_on_the_phase(context):
@@ -146,6 +147,7 @@ class _PostGrad(private.CacheIdentity):
     def __call__(self, graph: fx.Graph) -> None:
         name_recorded_calls(graph)
         super().__call__(graph)
+        gpu.post_grad(graph)
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:

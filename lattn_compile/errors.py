@@ -354,6 +354,12 @@ REASONS: dict[str, Reason] = {
             remedy="Nothing to do, unless its outputs are meant to be o = S^T q.",
         ),
         Reason(
+            code="GROUPED_QUERIES",
+            text="several heads of queries read one state, and an operator has one query a state",
+            remedy="Repeat k and v to the heads of q before the recurrence (k.repeat_interleave(n, dim)), where there "
+            "is the memory for a state for each head of queries.",
+        ),
+        Reason(
             code="GRAD_MODE",
             text="the recurrence runs partly under no_grad",
             remedy="Put all of it inside or outside of the no_grad region.",
@@ -380,6 +386,13 @@ REASONS: dict[str, Reason] = {
             "says that they are powers of one decay a head",
             remedy="Compute the tables in the forward pass, from one slope or decay a head, or keep them in float32 "
             "buffers whose values are known when compiling, all of them powers of one decay a head.",
+        ),
+        Reason(
+            code="CHUNK_CLAMPED",
+            text="the decays between the tokens of a chunk are clamped, and the clamp is not certain to do nothing",
+            remedy="Let the graph show that log decays are at most 0 (-softplus(x), logsigmoid(x)) under clamp(max=0), "
+            "or mask before the exponential: (c_i - c_j).masked_fill(~causal, -inf).exp(). A lower bound on decays is "
+            "no part of a recurrence.",
         ),
         Reason(
             code="CHUNK_NOT_EQUAL",

@@ -134,6 +134,7 @@ class Settings:
         base_steps, steps: of the base and of the further trainings; base_steps None: as many as the time allows.
         counts: held-out sequences over `horizon` bytes; small: for what the torch reference computes, over
             `small_horizon`.
+        text: bytes of training text, None: all. headline_only: no other policies are measured.
         trained: policies of QAT with every seed; trained_once: method and policy with the first one.
     """
 
@@ -170,6 +171,7 @@ class Settings:
         ("qad", "fp8 token"),
     )
     text: int | None = None
+    headline_only: bool = False
 
 
 FULL = Settings()
@@ -178,21 +180,14 @@ FULL = Settings()
 REDUCED = Settings(
     models=("gdn",),
     seeds=1,
-    size=Size(hidden=128, inner=256, linear=3, heads=2, dim=32),
+    size=Size(hidden=128, inner=256, linear=2, heads=2, dim=128),
     curriculum=((Batches(8, 256, 12), 1.0),),
-    further=Batches(8, 256),
     recall=0.25,
     copy=0.125,
     base_steps=160,
-    steps=40,
-    base=Plan(peak=3e-3),
-    peak=6e-4,
-    counts=(24, 16, 8),
+    counts=(16, 4, 4),
     horizon=256,
-    small=(8, 8, 4),
-    small_horizon=64,
-    trained=("nvfp4 token",),
-    trained_once=(),
+    headline_only=True,
 )
 """Five minutes of two CPU cores."""
 

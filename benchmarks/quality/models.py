@@ -174,7 +174,7 @@ def exact(
     options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "initial_state": state, "output_final_state": keep}
     if way == "chunk" or (way == "fast" and not _has_kernels(q)):
         return lc.linear_attention(q, k, v, g, beta, **options)
-    o, final = lc.linear_attention(q, k, v, g, beta, policy=_STEPS if way == "steps" or keep else _FAST, **options)
+    o, final = lc.linear_attention(q, k, v, g, beta, policy=_STEPS if way == "steps" else _FAST, **options)
     assert not isinstance(final, Tensor)
     return o, None if final is None else final.dense()
 
@@ -188,7 +188,7 @@ def under(policies: list[lc.Policy | None], prefix: int, way: str = "fast") -> L
             return exact(q, k, v, g, beta, way=way)[0]
         head = (x[:, :prefix] for x in (q, k, v, g, beta))
         tail = (x[:, prefix:] for x in (q, k, v, g, beta))
-        before, state = exact(*head, keep=True)
+        before, state = exact(*head, keep=True, way="steps" if _has_kernels(q) else "fast")
         after, _ = lc.linear_attention(*tail, policy=policy, initial_state=state, use_qk_l2norm_in_kernel=True)
         return torch.cat((before, after), 1)
 

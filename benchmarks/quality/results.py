@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import platform
 import subprocess
@@ -98,9 +99,9 @@ def _spread(result: dict[str, Any]) -> str:
 
 
 def _short(x: Any) -> Any:
-    """Numbers with six significant digits."""
+    """Numbers with six significant digits; null for one that is none."""
     if isinstance(x, float):
-        return float(f"{x:.6g}")
+        return float(f"{x:.6g}") if math.isfinite(x) else None
     if isinstance(x, dict):
         return {key: _short(value) for key, value in x.items()}
     return [_short(value) for value in x] if isinstance(x, list) else x

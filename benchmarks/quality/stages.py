@@ -37,7 +37,7 @@ from benchmarks.quality.train import Arm, run
 LEARNT = 0.97
 """Right answers in training, with which a stage of the curriculum has done its work."""
 
-__all__ = ["LEARNT", "ahead", "bases", "calibrate", "further", "measured", "others", "ptq", "rest"]
+__all__ = ["LEARNT", "ahead", "bases", "calibrate", "further", "measured", "others", "ptq", "rest", "text_only"]
 
 
 def _ready(arm: Arm) -> Arm:
@@ -192,7 +192,8 @@ def ptq(lab: Lab, until: float) -> None:
             wanted = [("exact, windows of 16 (control)", None, {"way": "fast"})] if lab.device == "cuda" else []
             wanted += [("exact, chunks of 64 (control)", None, {"way": "chunk"})]
             wanted += [("exact, prefix lost", None, {"clear": True})]
-            names = [*HEADLINE, *(n for n in NEAREST if n not in HEADLINE)] if seed == 0 else list(HEADLINE)
+            more = seed == 0 and not s.headline_only
+            names = [*HEADLINE, *(n for n in NEAREST if more and n not in HEADLINE)]
             wanted += [(name, NEAREST[name], {}) for name in names]
             for name, policy, options in wanted:
                 if time.perf_counter() > until:
@@ -302,6 +303,15 @@ def others(lab: Lab, until: float, share: int, shares: int, after: Path | None) 
             labels = {"model": kind, "seed": 0, "weights": "base"}
             benches[kind] = _Bench(lab, lab.load(kind, 0), labels, small=True)
         benches[kind].row(name, [OTHERS[name]] * s.size.linear)
+
+
+def text_only(lab: Lab, kind: str, seed: int, names: list[str]) -> None:
+    """A base under some policies, on the text of the smaller set alone: what a CPU can do in minutes."""
+    bench = _Bench(lab, lab.load(kind, seed), {"model": kind, "seed": seed, "weights": "base"}, small=True)
+    bench.data = {"text": bench.data["text"]}
+    bench.exact()
+    for name in names:
+        bench.row(name, [policy_named(name)] * lab.settings.size.linear)
 
 
 def calibrate(lab: Lab, kind: str) -> None:

@@ -161,7 +161,6 @@ def on_cpu(s: Supervisor, settings: Settings, *, everything: bool) -> None:
     s.stage("bases", 0.6 * s.left())
     if not everything:
         s.stage("ptq", s.left())
-        s.stage("further", s.left())
         return
     beside = [s.start("calibrate", "--model", kind, name=f"calibrate_{kind}") for kind in settings.models]
     s.stage("ptq", s.left())

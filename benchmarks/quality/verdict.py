@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 from benchmarks.quality.config import HEADLINE
 
-__all__ = ["CONTROL", "Judged", "Spread", "judged", "metric", "order", "reproduced", "seeds", "spread"]
+__all__ = ["APART", "CONTROL", "Judged", "Spread", "at", "judged", "metric", "order", "reproduced", "seeds", "spread"]
 
 Row = dict[str, Any]
 
@@ -65,7 +66,7 @@ class Judged:
     Attributes:
         cost: of the policy to the control. gain: of the training against the control under the policy. left: of the
             trained model under the policy, against the exact control.
-        verdict: "recovered", "not recovered", "nothing to recover" or "one seed".
+        verdict: "recovered", "not recovered", "no cost shown" or "one seed".
     """
 
     cost: Spread
@@ -87,7 +88,7 @@ def judged(rows: list[Row], model: str, weights: str, policy: str, of: str) -> J
     if cost.spread is None or gain.spread is None:
         verdict = "one seed"
     elif cost.mean <= 2 * cost.spread:
-        verdict = "nothing to recover"
+        verdict = "no cost shown"
     elif gain.mean >= cost.mean / 2 and gain.mean > 2 * gain.spread:
         verdict = "recovered"
     else:
@@ -95,24 +96,39 @@ def judged(rows: list[Row], model: str, weights: str, policy: str, of: str) -> J
     return Judged(cost, gain, left, verdict)
 
 
-def order(rows: list[Row], model: str, of: str) -> list[tuple[str, str]]:
-    """Pairs of headline policies `(less, more)` of the bases whose means are more than two spreads of either apart."""
-    names = [CONTROL, *HEADLINE]
-    found = {name: spread(seeds(rows, model, "base", name, of).values()) for name in names}
+APART = 2.0
+"""Rows that are to be in the same order in another model differ by this factor at least, and by two spreads."""
+
+
+def order(rows: list[Row], model: str, of: str, step: str) -> list[tuple[str, str]]:
+    """Pairs of headline policies `(less, more)` of the controls that are apart in the bucket of horizons `step`.
+
+    Costs of rounding are factors: a model that leans on its memory pays several times what another one pays, under
+    every policy. So what is averaged over the seeds is the logarithm of a seed's own ratio.
+    """
+    found = {name: at(rows, model, "control", name, of, step) for name in HEADLINE}
+    apart = math.log(APART) * (2 if of == "kl" else 1)  # KL is of second order in the change
     pairs = []
-    for a, b in itertools.permutations(names, 2):
-        x, y = found[a], found[b]
-        if x is None or y is None or x.spread is None or y.spread is None:
-            continue
-        if y.mean - x.mean > 2 * max(x.spread, y.spread):
-            pairs.append((a, b))
+    for less, more in itertools.permutations(HEADLINE, 2):
+        both = found[less].keys() & found[more].keys()
+        ratio = spread(math.log(found[more][s] / found[less][s]) for s in sorted(both))
+        if ratio is not None and ratio.spread is not None and ratio.mean > max(2 * ratio.spread, apart):
+            pairs.append((less, more))
     return pairs
 
 
-def reproduced(published: list[Row], again: list[Row], model: str, of: str) -> list[tuple[str, str, bool | None]]:
-    """Every pair of `order` of the published rows, and whether the others have it so; None: rows are missing."""
+def at(rows: list[Row], model: str, weights: str, policy: str, of: str, step: str) -> dict[int, float]:
+    """Seed -> "dlogp" or "kl" in one bucket of horizons."""
+    wanted = (model, weights, policy, False)
+    return {r["seed"]: r[of][step] for r in rows if (r["model"], r["weights"], r["policy"], r["small"]) == wanted}
+
+
+def reproduced(
+    published: list[Row], again: list[Row], model: str, of: str, step: str
+) -> list[tuple[str, str, bool | None]]:
+    """Every pair of `order` of the published rows, and whether the others' bases have it so; None: rows are missing."""
     found = []
-    for less, more in order(published, model, of):
-        x, y = (spread(seeds(again, model, "base", name, of).values()) for name in (less, more))
+    for less, more in order(published, model, of, step):
+        x, y = (spread(at(again, model, "base", name, of, step).values()) for name in (less, more))
         found.append((less, more, None if x is None or y is None else x.mean < y.mean))
     return found

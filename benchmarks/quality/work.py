@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.quality import stages
+from benchmarks.quality.config import HEADLINE
 from benchmarks.quality.lab import NAMED, Lab
 from benchmarks.quality.smoke import smoke
 
@@ -19,7 +20,8 @@ __all__ = ["main"]
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "stage", choices=("bases", "ptq", "further", "rest", "others", "calibrate", "ahead", "measured", "smoke")
+        "stage",
+        choices=("bases", "ptq", "further", "rest", "others", "calibrate", "ahead", "measured", "smoke", "text"),
     )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--settings", choices=sorted(NAMED), default="full")
@@ -27,7 +29,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="after which nothing new is begun")
     parser.add_argument("--after", type=Path, help="a file to wait for")
     parser.add_argument("--share", default="0/1", help="i/n: the i-th of n processes that do this")
-    parser.add_argument("--model", default="gdn", help="of calibrate")
+    parser.add_argument("--model", default="gdn", help="of calibrate and text")
+    parser.add_argument("--seed", type=int, default=0, help="of text")
+    parser.add_argument("--policies", nargs="*", default=list(HEADLINE), help="of text")
     parser.add_argument("--steps", type=int, help="of further trainings, instead of the settings'")
     parser.add_argument("--only", nargs="*", help="of smoke: measurements whose names begin so")
     parser.add_argument("--first", nargs="*", help="of ahead: these jobs before others")
@@ -41,6 +45,8 @@ def main(argv: list[str] | None = None) -> None:
     share, shares = map(int, args.share.split("/"))
     if args.stage == "others":
         stages.others(lab, until, share, shares, args.after)
+    elif args.stage == "text":
+        stages.text_only(lab, args.model, args.seed, args.policies)
     elif args.stage == "bases":
         stages.bases(lab, until, args.after)
     elif args.stage == "measured":

@@ -11,25 +11,30 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import pickle
 import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from lattn_compile.attach import attached_recipe
+from lattn_compile.distributed.watch import Watch
 from lattn_compile.errors import DistributedError, LattnError
-from lattn_compile.lowering._torch_distributed import default_store
+from lattn_compile.lowering._torch_distributed import Gloo, default_store, gloo_of, uses_nccl
 
 __all__ = ["SECONDS", "check_same_recipe", "meet", "together"]
 
 SECONDS = 30.0
 """How long a rank waits for the others where they only say something."""
 
-_FAILED = "lattn_compile/failed"
-_talking: dict[str, dist.ProcessGroup] = {}
-_talking_in: list[dist.Store] = []  # where the ranks met that those groups are of; another one after another init
+_ENTERS = 1800.0
+"""The same where they begin to compute: one may have read its weights long before another."""
+
+_talking: dict[tuple[int, ...], Gloo] = {}
+_talking_in: list[dist.Store] = []  # where ranks met: the one of those groups is the last, another after another init
 
 
 def _alone() -> bool:
@@ -37,21 +42,24 @@ def _alone() -> bool:
     return not dist.is_available() or not dist.is_initialized()
 
 
-def _talk(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _name() -> str:
+    """Of what ranks tell one another in the present store. torchrun's outlives a process group, and would have the
+    words and addresses of one before it."""
+    if not _talking_in or _talking_in[-1] is not default_store():
+        _talking.clear()
+        _talking_in.append(default_store())
+    return f"lattn_compile/{len(_talking_in)}"
+
+
+def _talk(group: dist.ProcessGroup | None, seconds: float = SECONDS) -> Gloo:
     """A gloo group of the same ranks, used for nothing else: what is said never meets another collective half way, and
     NCCL would wait ten minutes for a rank that is gone."""
     of = dist.group.WORLD if group is None else group
     assert of is not None
-    store = default_store()
-    if not _talking_in or _talking_in[0] is not store:
-        _talking.clear()
-        _talking_in[:] = [store]
-    if of.group_name not in _talking:
-        ranks = dist.get_process_group_ranks(of)
-        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup)
-        _talking[of.group_name] = made
-    return _talking[of.group_name]
+    name, ranks = _name(), tuple(dist.get_process_group_ranks(of))
+    if ranks not in _talking:
+        _talking[ranks] = gloo_of(ranks, name, datetime.timedelta(seconds=seconds))
+    return _talking[ranks]
 
 
 def meet(value: Any, *, group: dist.ProcessGroup | None = None, seconds: float = SECONDS) -> list[Any]:
@@ -63,12 +71,19 @@ def meet(value: Any, *, group: dist.ProcessGroup | None = None, seconds: float =
     if _alone():
         return [value]
     try:
-        talk = _talk(group)
-        found: list[Any] = [None] * dist.get_world_size(talk)
-        dist.monitored_barrier(talk, datetime.timedelta(seconds=seconds), wait_all_ranks=True)
-        dist.all_gather_object(found, value, group=talk)
+        talk = _talk(group, seconds)
+        talk.monitored_barrier(datetime.timedelta(seconds=seconds), True)
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(n) for n in _of_every_rank(torch.tensor([len(mine)]), talk)]
+        every = _of_every_rank(torch.nn.functional.pad(mine, (0, max(sizes) - len(mine))), talk)
+        return [pickle.loads(x[:n].numpy().tobytes()) for x, n in zip(every, sizes, strict=True)]
     except RuntimeError as error:
         raise _gone(error) from error
+
+
+def _of_every_rank(x: torch.Tensor, talk: Gloo) -> list[torch.Tensor]:
+    found = [torch.empty_like(x) for _ in range(talk.size())]
+    talk.allgather([found], [x]).wait()
     return found
 
 
@@ -97,28 +112,49 @@ def check_same_recipe(model: nn.Module, *, group: dist.ProcessGroup | None = Non
 
 
 @contextlib.contextmanager
-def together(*, seconds: float = 5.0) -> Iterator[None]:
-    """Inside, a rank that raises says so to the others, and whoever waits for it in a collective of gloo raises too.
+def together(*, seconds: float = 5.0, watch: bool | None = None) -> Iterator[None]:
+    """Inside, a rank that raises says so to the others, and whoever waits for it in a collective raises too.
 
     An error of a rank's own passes through as it is. A collective that fails because another rank failed becomes a
-    `DistributedError` which names that rank and what it said; it waits up to `seconds` for that word. With NCCL a
-    collective does not fail when a rank is gone: there torchrun ends the others.
+    `DistributedError` which names that rank and what it said; it waits up to `seconds` for that word. gloo breaks a
+    collective at once. NCCL does not, so there a thread listens to the neighbouring ranks: it says on stderr what it
+    heard and ends NCCL's collectives in this process. Its groups are of no use from then on.
+
+    Args:
+        watch: whether there is such a thread; on every rank the same. Default: where there is a group of NCCL.
     """
     if _alone():
         yield
         return
+    watching = _watch(seconds) if (uses_nccl() if watch is None else watch) else None
+    failed = True
     try:
         yield
+        failed = False
     except RuntimeError as error:  # a LattnError is none
-        if not _lost(error):
+        said = watching.heard if watching is not None else None
+        if said is None and not _lost(error):
             _announce(error)
             raise
-        said = _heard(seconds)
+        said = said or _heard(seconds)
         _announce(error)
         raise _gone(error, said) from error
     except Exception as error:
         _announce(error)
         raise
+    finally:
+        if watching is not None:
+            watching.leave(failed)
+    if watching is not None and watching.heard is not None:
+        raise _gone(None, watching.heard)
+
+
+def _watch(seconds: float) -> Watch:
+    try:
+        group = _talk(None, _ENTERS)
+    except RuntimeError as error:
+        raise _gone(error) from error
+    return Watch(group, _say, lambda: _heard(seconds))
 
 
 # gloo has no class of its own for it.
@@ -133,22 +169,30 @@ def _lost(error: RuntimeError) -> bool:
 
 
 def _announce(error: BaseException) -> None:
-    """The first rank that fails has the word."""
     text = str(error).strip().split("\n")[0]
+    _say(f"rank {dist.get_rank()}: {type(error).__name__}: {text}")
+
+
+def _failed() -> str:
+    return f"{_name()}/failed"
+
+
+def _say(text: str) -> None:
+    """The first rank that fails has the word."""
     with contextlib.suppress(RuntimeError):  # the store's own rank may be the one that is gone
-        default_store().compare_set(_FAILED, "", f"rank {dist.get_rank()}: {type(error).__name__}: {text}")
+        default_store().compare_set(_failed(), "", text)
 
 
 def _heard(seconds: float) -> str | None:
     try:
         store = default_store()
-        store.wait([_FAILED], datetime.timedelta(seconds=seconds))
-        return store.get(_FAILED).decode()
+        store.wait([_failed()], datetime.timedelta(seconds=seconds))
+        return store.get(_failed()).decode()
     except RuntimeError:
         return None
 
 
-def _gone(error: BaseException, said: str | None = None) -> LattnError:
+def _gone(error: BaseException | None, said: str | None = None) -> LattnError:
     first = (str(error).strip() or repr(error)).split("\n")[0]
     return DistributedError(
         "process group",

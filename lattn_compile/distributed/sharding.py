@@ -30,11 +30,12 @@ from lattn_compile import codec, ops
 from lattn_compile.distributed.axes import HEADS, OPS, PACKED, SEQUENCES, axes_of_output, axes_of_tensors
 from lattn_compile.errors import PlacementError, StateError
 from lattn_compile.lowering._torch_distributed import begins_at, compute_by, local_of
+from lattn_compile.packed import flush as packed_flush
 from lattn_compile.packed import ops as packed_ops
 
 __all__ = ["register"]
 
-_REGISTERED_BY = (ops, codec, packed_ops)
+_REGISTERED_BY = (ops, codec, packed_ops, packed_flush)
 """Importing these defines the ops."""
 
 _WRITTEN = ("cursor", "position")

@@ -21,6 +21,7 @@ projection from the start). State dicts have the library's order, which costs a 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -259,6 +260,8 @@ def _shown(module: nn.Module, *, name: str, parts: tuple[int, ...], groups: int)
     if not isinstance(x, DTensor):
         assert x is not None
         return x
+    if x.device_mesh.ndim > 1:
+        return x  # no rank's heads are whole: FSDP has cut them further and asks by name; for a layer it gathers them
     # Inside the layer every rank computes with its own heads: of a tensor that all of them have, each has a part of the
     # gradient.
     whole = [p.is_replicate() for p in x.placements]
@@ -293,7 +296,19 @@ def _load_flat(
 
 
 def _enter(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The whole input on every rank; of its gradient every rank has a part."""
+    """The whole input on every rank; of its gradient every rank has a part.
+
+    Raises:
+        UnsupportedError: in torch.export, which knows no DTensors. (A strict one says so itself, in words of its own.)
+    """
+    # Dynamo first: in torch 2.11 it takes everything that it traces for an export.
+    if not torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting():
+        raise UnsupportedError(
+            "module",
+            got=f"torch.export of {type(module).__name__}, cut by heads over {mesh.size()} ranks",
+            want="torch.compile there, or an export of the model as it was before parallelize",
+            remedy="Exported programs hold no DTensors and no process groups: export on one device.",
+        )
     if args:
         return (_whole_input(args[0], mesh), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": _whole_input(kwargs["hidden_states"], mesh)}
@@ -335,20 +350,12 @@ def _plan_of_the_rest(model: nn.Module, layers: Iterable[str], plan: Mapping[str
         plan = {name: style for name, style in dict(getattr(model, "tp_plan", None) or {}).items() if name not in tied}
     if not plan:
         return {}
-    try:
-        from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
-    except ImportError:
-        raise UnsupportedError(
-            "plan",
-            got="a transformers without transformers.distributed",
-            want="transformers 5.24 for its tensor-parallel styles",
-            remedy="plan={} cuts the linear-attention layers alone, and keeps the rest whole on every rank.",
-        ) from None
-    if unknown := set(plan.values()) - set(ALL_PARALLEL_STYLES.keys()):
+    styles = _styles()
+    if unknown := set(plan.values()) - set(styles.keys()):
         raise UnsupportedError(
             "plan",
             got=f"the styles {sorted(unknown)}",
-            want=f"those of transformers: {', '.join(sorted(ALL_PARALLEL_STYLES.keys()))}",
+            want=f"those of transformers: {', '.join(sorted(styles.keys()))}",
             remedy="Correct the plan, or install the transformers that it was written for.",
         )
     ours = tuple(f"{name}." for name in layers)
@@ -356,10 +363,10 @@ def _plan_of_the_rest(model: nn.Module, layers: Iterable[str], plan: Mapping[str
     for path, module in model.named_modules():
         if f"{path}.".startswith(ours):
             continue
-        style = plan.get(replace_layer_number_by_wildcard(path))
+        style = plan.get(_NUMBER.sub("*", path))
         for name, _ in module.named_parameters(recurse=False):
             full = f"{path}.{name}" if path else name
-            own = plan.get(replace_layer_number_by_wildcard(full), style)
+            own = plan.get(_NUMBER.sub("*", full), style)
             if own is not None:
                 found[full] = own
         if style is not None:
@@ -377,7 +384,37 @@ def _tied(model: nn.Module) -> set[str]:
     return {path for paths in owners.values() if len(paths) > 1 for path in paths}
 
 
-def _apply(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+"""Of a layer or an expert in a path; "*" in a plan."""
 
-    apply_tensor_parallelism(model, mesh, plan)  # type: ignore[no-untyped-call]
+
+def _styles() -> Any:
+    """transformers' styles by name."""
+    try:
+        from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+    except ImportError:
+        raise UnsupportedError(
+            "plan",
+            got="a transformers without transformers.distributed.tensor_parallel",
+            want="transformers 5.17 or newer for its tensor-parallel styles",
+            remedy="plan={} cuts the linear-attention layers alone, and keeps the rest whole on every rank.",
+        ) from None
+    return ALL_PARALLEL_STYLES
+
+
+def _apply(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+    """As `apply_tensor_parallelism` of transformers 5.24 does it; that of 5.17 takes the model's own plan only."""
+    parameters, styles = dict(model.named_parameters()), _styles()
+    for path, name in plan.items():
+        style = styles[name]
+        if path in parameters:
+            owner, _, parameter = path.rpartition(".")
+            module = model.get_submodule(owner)
+            style.validate_param(module, parameter, mesh, parameter_name=path)
+            style.shard_param(module, parameter, mesh)
+        else:
+            module = model.get_submodule(path)
+            if name == "mla_kv_a_proj":  # it has to know how the projection packs its outputs
+                module.config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+            style.install_forward(module, mesh)
+        module._is_hooked = True  # type: ignore[assignment]

@@ -4,13 +4,20 @@ Nothing waits for lengths; grids follow from shapes. Per span of blocks:
 
     place                              which program handles which tokens                        chunk_blocks.py
     pairs_*, solve                     what tokens of a block see of each other, and its inverse chunk_pairs.py, _solve
+    row_factors, walk                  the state from block to block, and the outputs            chunk_walk.py
+
+of bf16 inputs whose decay has one number per head, or none. Of others, instead of the last line,
+
     key_operands, value_operands       what blocks need besides the state, in parallel           chunk_operands.py
     advance                            the state from block to block, and the outputs            chunk_forward.py
 
 and the backward, from the last span to the first, each made again from the state before it:
 
-    retreat, grad_updates, grad_pairs  the way back through the state, and what tokens get of it chunk_backward.py
-    grad_keys, grad_levels, deliver    gradients of keys, queries, gates and beta                chunk_gradients.py
+    walk_back                          the way back through the state                            chunk_walk_back.py
+    retreat, grad_updates              the same of other inputs                                  chunk_backward.py
+    grad_pairs                         what pairs of tokens get of it                            chunk_backward.py
+    grad_keys, deliver                 gradients of keys, queries, gates and beta                chunk_gradients.py
+    grad_levels                        what pairs add to them under a decay by channel           chunk_levels.py
 
 Launched by chunk_call.py.
 
@@ -30,12 +37,13 @@ import triton
 from torch import Tensor
 
 from lattn_compile.formats.quantizer import Identity, Quantizer
-from lattn_compile.kernels.chunk_call import Call, write
+from lattn_compile.kernels.chunk_call import Call
+from lattn_compile.kernels.chunk_sizes import write
 from lattn_compile.kernels.common.host import on, refused, refused_rounding
 
 __all__ = ["WRITES", "backward", "forward", "supports"]
 
-WRITES: frozenset[str] = frozenset()
+WRITES: frozenset[str] = frozenset({"bf16", "fp8_e4m3", "int8", "nvfp4"})
 """Formats whose rounding at grid lines was held to float64 on a GPU; others are refused."""
 
 _MAX_STATE = 128 * 128

@@ -23,12 +23,14 @@ from lattn_compile.kernels.chunk_math import (
     flipped,
     held,
     load_beta,
-    load_matrix,
     load_operand,
+    load_reads,
     load_rows,
+    load_solved,
     operand,
     product,
     solved_product,
+    spread_product,
 )
 from lattn_compile.kernels.chunk_operands import ERASE, OUT, QUERY
 from lattn_compile.kernels.chunk_pairs import tile_of, tile_weights
@@ -89,10 +91,10 @@ def retreat(
         p_block = operands + at * (3 * PARTS * BT * BK) + slot[:, None] * BK + channel[None, :]
         w = tl.load(whole + at * BK + channel)[None, :]
         o_dS = operand(dS, LOW)
-        dS = dS * w + product(operand(D, LOW), load_operand(p_block + QUERY * (PARTS * BT * BK), BT * BK, LOW))
+        dS = dS * w + spread_product(operand(D, LOW), load_operand(p_block + QUERY * (PARTS * BT * BK), BT * BK, LOW))
         if DELTA:
-            E = product(o_dS, flipped(load_operand(p_block + OUT * (PARTS * BT * BK), BT * BK, LOW)))
-            dS -= product(operand(E, False), load_operand(p_block + ERASE * (PARTS * BT * BK), BT * BK, LOW))
+            E = spread_product(o_dS, flipped(load_operand(p_block + OUT * (PARTS * BT * BK), BT * BK, LOW)))
+            dS -= spread_product(operand(E, False), load_operand(p_block + ERASE * (PARTS * BT * BK), BT * BK, LOW))
 
     tl.store(final + state, dS, mask=m_state)
 
@@ -146,7 +148,7 @@ def grad_updates(
     token, inside = block_tokens(owner, index, starts, lengths, offsets, block, skip, slot, CHUNK, TOKENS, PER)
     read = reads_inside(owner, index, starts, lengths, offsets, block, skip, slot, inside, AFTER, CHUNK, TOKENS, PER)
     D = load_outputs(grad_o, token, read, o_token, i_head, o_head, first, o_column, V, BS)
-    dU = product(operand(load_matrix(reads + at * (BT * BT), BT, True), LOW), operand(D, LOW))
+    dU = product(load_reads(reads, at, BT, True, LOW), operand(D, LOW))
     PARTS: tl.constexpr = 2 if LOW else 3
     p_out = operands + (at * 3 + OUT) * (PARTS * BT * BK) + slot[:, None] * BK
     p_state = cotangents + (at * VP + column[:, None]) * BK
@@ -156,7 +158,7 @@ def grad_updates(
         o_dS = flipped(operand(tl.load(p_state + channel), LOW))
         dU += product(load_operand(p_out + channel, BT * BK, LOW), o_dS)
     if DELTA:
-        dU = solved_product(load_matrix(solved + at * (BT * BT), BT, True), dU, False)
+        dU = solved_product(load_solved(solved, at, BT, True, LOW), dU, False)
     tl.store(drhs + at * (BT * VP) + slot[:, None] * VP + column[None, :], dU)
     b_beta = load_beta(beta, token, inside, beta_token, i_head, beta_head, BETA)
     p_dv = dv + (token * dv_token + i_head * dv_head)[:, None] + column[None, :] * dv_column
@@ -218,7 +220,7 @@ def grad_pairs(
     strength = tl.where(off, 0.0, strength)
     total = D1
     if DECAY == 1:
-        total = D1 * tl.load(reads + place)
+        total = D1 * _reads(reads, at, slot_i[:, None] * BT + slot_j[None, :], BT, LOW)
     if DELTA:
         b_beta = load_beta(beta, at_i, in_i, beta_token, i_head, beta_head, BETA)
         # Terms of repeated keys alternate in sign: their sums are much smaller than they are.
@@ -248,6 +250,17 @@ def grad_pairs(
                 tl.store(doverlaps + mirror, tl.zeros([TILE, TILE], tl.float32))
             if BETA:
                 tl.store(strengths + part + slot_j, tl.zeros([TILE], tl.float32))
+
+
+@triton.jit
+def _reads(reads, at, place, BT: tl.constexpr, LOW: tl.constexpr):
+    """Some of a block's `reads` of a decay by head, fp32."""
+    if LOW:
+        p = reads + at * (3 * BT * BT) + place
+        high, middle, low = tl.load(p), tl.load(p + BT * BT), tl.load(p + 2 * BT * BT)
+        return (high.to(tl.float32) + middle.to(tl.float32)) + low.to(tl.float32)
+    else:
+        return tl.load(reads + at * (BT * BT) + place)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ __all__ = ["MAX_BLOCK", "Cut", "Schedule", "cut", "extent", "schedule"]
 MAX_BLOCK = 64
 """Tokens of a block. The work inside a block grows with its square, that between blocks shrinks with their number."""
 
-_LEAST = 16  # of a matrix product
+_LEAST = 16  # of a matrix product, and of a block
 _SEQUENCES = 64  # read at a time
 _PLACES = 64  # blocks placed by one program
 
@@ -56,14 +56,18 @@ class Cut(NamedTuple):
 
 
 def cut(tokens: int, grid: int | None) -> Cut:
-    """The cut for a call of `tokens` flat tokens; `grid`: tokens between two lines, None without a grid."""
+    """The cut for a call of `tokens` flat tokens; `grid`: tokens between two lines, None without a grid.
+
+    Blocks have 16 slots or 64. With 32, Triton 3.6 makes kernels for Hopper whose outputs are wrong under a decay by
+    channel, though they are right in its interpreter.
+    """
     if grid is None:
-        size = min(MAX_BLOCK, max(_LEAST, triton.next_power_of_2(max(tokens, 1))))
+        size = _LEAST if tokens <= _LEAST else MAX_BLOCK
         return Cut(size, size, size, 1)
     per = triton.cdiv(grid, MAX_BLOCK)
     part = triton.cdiv(grid, per)
     # A cut that rounded down leaves the last parts of a chunk without tokens: ceil(chunk / part) of them are enough.
-    return Cut(max(_LEAST, triton.next_power_of_2(part)), grid, part, triton.cdiv(grid, part))
+    return Cut(_LEAST if part <= _LEAST else MAX_BLOCK, grid, part, triton.cdiv(grid, part))
 
 
 @dataclass(frozen=True, slots=True)

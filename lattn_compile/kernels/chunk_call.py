@@ -6,34 +6,39 @@ on the device only, so spans are counted from shapes, and those beyond a sequenc
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from lattn_compile.formats import Nvfp4, TiledFormat
 from lattn_compile.formats.quantizer import Quantizer
 from lattn_compile.kernels.chunk_backward import grad_pairs, grad_updates, retreat
 from lattn_compile.kernels.chunk_blocks import Schedule, cut, schedule
 from lattn_compile.kernels.chunk_forward import advance
-from lattn_compile.kernels.chunk_gradients import deliver, grad_keys, grad_levels, grad_lines
+from lattn_compile.kernels.chunk_gradients import deliver, grad_keys, grad_lines
+from lattn_compile.kernels.chunk_levels import grad_levels
 from lattn_compile.kernels.chunk_operands import key_operands, value_operands
 from lattn_compile.kernels.chunk_pairs import pairs_across, pairs_channel, pairs_head
+from lattn_compile.kernels.chunk_sizes import shared_memory, write
 from lattn_compile.kernels.chunk_solve import solve
+from lattn_compile.kernels.chunk_walk import FACTORS, row_factors, walk
+from lattn_compile.kernels.chunk_walk_back import walk_back
 from lattn_compile.kernels.common.launch import launched
 
-__all__ = ["Call", "Span", "shared_memory", "write"]
+__all__ = ["Call", "Span"]
 
 LOW = (torch.bfloat16,)
-"""Inputs of which operands keep 16 bits instead of 24. One repeated key with beta = 1.9 makes 4e-5 of what is lost, in
-a float32 state where the reference is right to 5e-7: more than semantics §8 allows, so "auto" takes no such kernel.
-fp16 is finer than that."""
+"""Inputs that go into products as they are, and of which other operands keep 16 bits instead of 24 under a decay by
+channel. There, one repeated key with beta = 1.9 makes 4e-5 of what is lost, in a float32 state where the reference is
+right to 5e-7: more than semantics §8 allows. fp16 is finer than that."""
 
 _ROWS = 32
 """Of a product: 64 would be one of Hopper's asynchronous ones, see `chunk.py`."""
+
+COLUMNS = 16
+"""Of v in a program of `walk`: two of them share a multiprocessor, and one computes while the other waits. Where a
+state is rounded in wider tiles, and in `advance`, which loads more, twice as many, with twice the warps."""
 
 _CORNER = 16
 """Tokens of the smallest tile."""
@@ -53,7 +58,10 @@ LEAST_SPAN = 8
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Some blocks of every sequence, and what the forward's kernels make of them; shapes as in those."""
+    """Some blocks of every sequence, and what the forward's kernels make of them; shapes as in those.
+
+    Where keys and queries go into products as they are there are factors, otherwise operands.
+    """
 
     schedule: Schedule
     skip: int
@@ -61,9 +69,10 @@ class Span:
     reads: Tensor
     overlaps: Tensor | None
     solved: Tensor | None
-    operands: Tensor
-    whole: Tensor
-    updates: Tensor
+    factors: Tensor | None
+    operands: Tensor | None
+    whole: Tensor | None
+    updates: Tensor | None
     outputs: Tensor | None
 
 
@@ -92,9 +101,10 @@ class Call:
         tokens, self.key_heads, key_dim = q.shape
         self.value_heads, value_dim = v.shape[1:]
         self.sequences, self.scale = starts.shape[0], float(scale)
-        self.low, self.g, self.beta = all(x.dtype in LOW for x in (q, k, v)), g, beta
+        self.low, self.g = all(x.dtype in LOW for x in (q, k, v)), g
         # Products in float64 are made of float32 only: Triton 3.6 does not compile them of fp16.
         self.q, self.k, self.v = (x if self.low else x.float() for x in (q, k, v))
+        self.beta = beta if self.low or beta is None else beta.float()
         self.starts, self.lengths = starts.contiguous(), lengths.contiguous()
         grid = chunk_size if quantize is not None else None
         on_line = grid is None or offsets is None
@@ -103,13 +113,17 @@ class Call:
             self.offsets = offsets.contiguous()
         self.decay = 0 if g is None else g.dim() - 1
         self.delta = rule == "delta"
+        self.plain = self.low and self.decay < 2
         self.cut = cut(tokens, grid)
         self.keys = max(16, triton.next_power_of_2(key_dim))
         self.write = write(quantize, key_dim, value_dim, self.keys)
         self.after = readout == "after_write" and bool(self.write["FORMAT"])
-        self.columns = max(16, min(_ROWS, triton.next_power_of_2(value_dim)))
+        wide = not self.plain or self.write["BLOCK_V"] > COLUMNS
+        self.columns = max(16, min(_ROWS if wide else COLUMNS, triton.next_power_of_2(value_dim)))
         self.pieces = max(1, self.write["BLOCK_V"] // self.columns)
-        self.width = triton.cdiv(value_dim, self.pieces * self.columns) * self.pieces * self.columns
+        # A multiple of what other programs take at a time, too.
+        unit = max(self.pieces * self.columns, min(_ROWS, max(16, triton.next_power_of_2(value_dim))))
+        self.width = triton.cdiv(value_dim, unit) * unit
         self.tile = min(_ROWS, self.cut.size)
         self.tiles = 1 if self.tile == self.cut.size else 3
         self.slice, self.value_slice = min(32, self.keys), min(32, self.width)
@@ -129,11 +143,15 @@ class Call:
         size, parts, exact = self.cut.size, 2 if self.low else 3, 4 if self.low else 8
         values, states, pairs = 4 * size * self.width, 4 * self.keys * self.width, 4 * size * size
         operands, keys = 6 * parts * size * self.keys, 4 * size * self.keys
-        matrices = pairs + (2 * exact) * size * size if self.delta else pairs
+        matrices = 6 * size * size if self.plain else pairs
+        if self.delta:
+            matrices += (exact + (6 if self.low else exact)) * size * size
         if backward:
             # Operands are let go when the gradients of keys are made.
             later = 2 * keys + 2 * pairs + (keys if self.decay == 2 else 0)
-            needs = matrices + 2 * values + 2 * states + max(operands, later)
+            needs = matrices + 2 * values + 2 * states + (later if self.plain else max(operands, later))
+        elif self.plain:
+            needs = matrices
         else:
             needs = matrices + 2 * values + operands
         given = sum(x.nbytes for x in (self.q, self.k, self.v, self.v, self.g, self.beta) if x is not None)
@@ -143,18 +161,19 @@ class Call:
             return self.bound
         return max(LEAST_SPAN, least // max(self.sequences, 1))
 
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.q.new_empty(shape, dtype=dtype)
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.q.new_empty(shape, dtype=dtype or torch.float32)
 
     def prepare(self, skip: int, *, read: bool) -> Span:
         """What a span's blocks need besides the state; `read`: for outputs too."""
         placed = schedule(self.lengths, self.offsets, self.cut, self.bound, skip, self.span)
         size, blocks, heads = self.cut.size, placed.blocks, self.value_heads
         norms, strengths = self.new(blocks, self.key_heads, 2, size), self.new(blocks, heads, size)
-        reads, overlaps, solved = self.new(blocks, heads, size, size), None, None
-        if self.delta:
-            wide = torch.float32 if self.low else torch.float64
-            overlaps, solved = (self.new(*reads.shape, dtype=wide) for _ in range(2))
+        square, exact = (size, size), torch.float32 if self.low else torch.float64
+        parts = 3 if self.plain else 2
+        reads = self.new(blocks, heads, *((parts, *square) if self.low else square), dtype=PART if self.low else None)
+        overlaps = self.new(blocks, heads, *square, dtype=exact) if self.delta else None
+        solved = None
         where = (self.starts, self.lengths, self.offsets, placed.owner, placed.index)
         qk = (*self.q.stride(), *self.k.stride())
         if self.decay == 2 and self.g is not None:
@@ -179,44 +198,65 @@ class Call:
                 DECAY=self.decay, **self.key, **self.kind, **self.norm, **self.strength, num_warps=4, num_stages=1,
             )  # fmt: skip
         if self.delta:
+            solved = self.new(blocks, heads, *((3, *square) if self.low else square), dtype=PART if self.low else exact)
             launched(solve)[(blocks * heads,)](
-                placed.owner, strengths, overlaps, solved, heads, BT=size, num_warps=2, num_stages=1
+                placed.owner, strengths, overlaps, solved, heads, BT=size, LOW=self.low, num_warps=2, num_stages=1
             )  # fmt: skip
+        updates = None
+        if self.plain:
+            factors = self.new(blocks, heads, FACTORS, size)
+            launched(row_factors)[(blocks * heads,)](
+                self.g, *where, norms, strengths, factors, skip, *_strides(self.g, 2), self.key_heads, heads,
+                DECAY=self.decay, **self.blocks, num_warps=1, num_stages=1,
+            )  # fmt: skip
+            if not read:
+                updates = self.new(blocks, heads, size, self.width)
+            return Span(placed, skip, norms, reads, overlaps, solved, factors, None, None, updates, None)
         operands = self.new(blocks, heads, 3, 2 if self.low else 3, size, self.keys, dtype=PART)
         whole = self.new(blocks, heads, self.keys)
         updates = self.new(blocks, heads, size, self.width)
-        outputs = self.new(*updates.shape) if read else None
         launched(key_operands)[(blocks * heads * (self.keys // self.slice),)](
             self.q, self.k, self.g, self.beta, *where, norms, reads, solved, operands, whole, skip, *qk,
             *_strides(self.g, 3), *_strides(self.beta, 2), self.key_heads, heads, BS=self.slice, DECAY=self.decay,
             **self.key, **self.kind, **self.strength, num_warps=2, num_stages=1,
         )  # fmt: skip
+        outputs = self.new(*updates.shape) if read else None
         launched(value_operands)[(blocks * heads * (self.width // self.value_slice),)](
             self.v, self.beta, *where, reads, solved, updates, outputs, skip, *self.v.stride(),
             *_strides(self.beta, 2), heads, BS=self.value_slice, READ=read, **self.value, **self.kind,
             **self.strength, num_warps=2, num_stages=1,
         )  # fmt: skip
-        return Span(placed, skip, norms, reads, overlaps, solved, operands, whole, updates, outputs)
+        return Span(placed, skip, norms, reads, overlaps, solved, None, operands, whole, updates, outputs)
 
     def advance(
         self, span: Span, source: Tensor, final: Tensor, *, o: Tensor | None = None, states: Tensor | None = None
     ) -> None:
         """Takes the states `source` through a span to `final`, maybe itself."""
         placed = span.schedule
-        launched(advance)[(self.width // (self.pieces * self.columns) * self.value_heads * self.sequences,)](
-            self.q, span.operands, span.updates, span.outputs, span.whole, source, self.starts, self.lengths,
-            self.offsets, placed.first, placed.count, o, final, states, self.scale, span.skip, *self.q.stride(),
-            *_strides(o, 3), self.key_heads, self.value_heads, BV=self.columns, PIECES=self.pieces, AFTER=self.after,
-            READ=o is not None, KEEP=states is not None, **self.key, **self.value, **self.kind, **self.norm,
-            **self.write,
-            **self._sequential(),
+        grid = (self.width // (self.pieces * self.columns) * self.value_heads * self.sequences,)
+        where = (source, self.starts, self.lengths, self.offsets, placed.first, placed.count, o, final, states)
+        options = {
+            "BV": self.columns, "PIECES": self.pieces, "AFTER": self.after, "READ": o is not None,
+            "KEEP": states is not None, **self.key, **self.value, **self.blocks, **self.norm, **self.write,
+        }  # fmt: skip
+        if self.plain:
+            launched(walk)[grid](
+                self.q, self.k, self.v, span.reads, span.solved, span.factors, *where, span.updates, self.scale,
+                span.skip, *self.q.stride(), *self.k.stride(), *self.v.stride(), *_strides(o, 3), self.key_heads,
+                self.value_heads, DELTA=self.delta, **options, **self._sequential(),
+            )  # fmt: skip
+            return
+        launched(advance)[grid](
+            self.q, span.operands, span.updates, span.outputs, span.whole, *where, self.scale, span.skip,
+            *self.q.stride(), *_strides(o, 3), self.key_heads, self.value_heads, DELTA=self.delta, LOW=self.low,
+            **options, **self._sequential(),
         )  # fmt: skip
 
     def _sequential(self) -> dict[str, int]:
         """Of the loops over blocks: two stages where shared memory holds a block's operands while they are loaded."""
         needs = 3 * 2 * self.cut.size * self.keys * 2 + 32 * 1024
         ahead = self.low and self.keys <= 128 and needs <= shared_memory(self.q.device)
-        return {"num_warps": 8 if self.keys >= 64 else 4, "num_stages": 2 if ahead else 1}
+        return {"num_warps": 8 if self.keys >= 64 and self.columns > 16 else 4, "num_stages": 2 if ahead else 1}
 
     def retreat(self, span: Span, grad_o: Tensor, dstate: Tensor, kept: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """Takes the gradient of the states back through a span, in place, and writes its tokens' of v.
@@ -230,13 +270,22 @@ class Call:
         placed, heads, skip = span.schedule, self.value_heads, span.skip
         where = (self.starts, self.lengths, self.offsets, placed.owner, placed.index)
         cotangents = self.new(*kept.shape)
+        drhs = self.new(placed.blocks, heads, self.cut.size, self.width)
+        if self.plain:
+            launched(walk_back)[(self.width // self.columns * heads * self.sequences,)](
+                self.q, self.k, grad_o, span.reads, span.solved, span.factors, dstate, self.starts, self.lengths,
+                self.offsets, placed.first, placed.count, dstate, cotangents, drhs, dv, self.scale, skip,
+                *self.q.stride(), *self.k.stride(), *grad_o.stride(), *dv.stride(), self.key_heads, heads,
+                BV=self.columns, DELTA=self.delta, AFTER=self.after, **self.key, **self.value, **self.blocks,
+                **self.norm, **self._sequential(),
+            )  # fmt: skip
+            return cotangents, drhs
         launched(retreat)[(self.width // self.columns * heads * self.sequences,)](
             self.q, grad_o, span.operands, span.whole, dstate, self.starts, self.lengths, self.offsets, placed.first,
             placed.count, dstate, cotangents, self.scale, skip, *self.q.stride(), *grad_o.stride(), self.key_heads,
             heads, BV=self.columns, AFTER=self.after, **self.key, **self.value, **self.kind, **self.norm,
             **self._sequential(),
         )  # fmt: skip
-        drhs = self.new(*span.updates.shape)
         launched(grad_updates)[(placed.blocks * heads * (self.width // self.value_slice),)](
             grad_o, self.beta, *where, span.reads, span.solved, span.operands, cotangents, dv, drhs, skip,
             *grad_o.stride(), *_strides(self.beta, 2), *dv.stride(), heads, BS=self.value_slice, AFTER=self.after,
@@ -271,7 +320,7 @@ class Call:
             grad_o, self.v, self.g, self.beta, *where, span.reads, span.overlaps, span.updates, drhs, dreads,
             doverlaps, strengths, gates, skip, *grad_o.stride(), *self.v.stride(), *of_g[:2], *of_beta, heads,
             BS=self.value_slice, TILE=self.tile, DECAY=self.decay, **after, **self.value, **self.kind,
-            **self.strength, num_warps=4, num_stages=1,
+            **self.strength, num_warps=2, num_stages=1,
         )  # fmt: skip
         dkeys = self.new(blocks, heads, 2, size, self.keys)
         dgates = self.new(blocks, heads, size, self.keys) if self.decay == 2 else None
@@ -285,10 +334,10 @@ class Call:
         )  # fmt: skip
         dg, dbeta = grads.get("dg"), grads.get("dbeta")
         if self.decay == 2 and self.g is not None and dg is not None:
-            launched(grad_levels)[(blocks * heads * (self.keys // 16),)](
+            launched(grad_levels)[(blocks * heads * slices,)](
                 self.q, self.k, self.g, *where, span.norms, dreads, doverlaps, dkeys, dgates, dg, skip, *qk, *of_g,
-                *dg.stride(), self.key_heads, heads, BS=16, TILE=self.tile, **self.key, **self.kind,
-                num_warps=4, num_stages=1,
+                *dg.stride(), self.key_heads, heads, BS=self.slice, TILE=min(_CORNER, size), **self.key, **self.kind,
+                num_warps=2, num_stages=1,
             )  # fmt: skip
         if self.after:
             launched(grad_lines)[(blocks * heads,)](
@@ -302,26 +351,6 @@ class Call:
             BS=self.slice, TILE=self.tile, SLICES=slices, DELTA=self.delta, DECAY=self.decay, **self.key,
             **self.strength, **self.norm, **self.blocks, num_warps=4, num_stages=1,
         )  # fmt: skip
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have on a device; off the GPU, where nothing is allocated, as many as on Hopper."""
-    if device.type != "cuda":
-        return 227 * 1024
-    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
-
-
-def write(quantize: Quantizer | None, key_dim: int, value_dim: int, keys: int) -> dict[str, Any]:
-    """The rounding at grid lines as compile-time constants; tiles in powers of two. keys: BK."""
-    if quantize is None or quantize.fmt.name == "fp32":
-        return {"FORMAT": "", "BLOCK_K": 1, "BLOCK_V": 1}
-    fmt = quantize.fmt
-    if isinstance(fmt, Nvfp4) or not isinstance(fmt, TiledFormat):
-        return {"FORMAT": fmt.name, "BLOCK_K": 1, "BLOCK_V": 64 if isinstance(fmt, Nvfp4) else 1}
-    block_k = keys if fmt.block_k is None or fmt.block_k >= key_dim else fmt.block_k
-    block_v = value_dim if fmt.block_v is None else min(fmt.block_v, value_dim)
-    return {"FORMAT": fmt.name, "BLOCK_K": block_k, "BLOCK_V": triton.next_power_of_2(block_v)}
 
 
 def _strides(x: Tensor | None, count: int) -> tuple[int, ...]:

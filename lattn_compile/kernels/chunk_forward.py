@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from lattn_compile.kernels.chunk_blocks import extent
-from lattn_compile.kernels.chunk_math import flipped, load_operand, operand, product
+from lattn_compile.kernels.chunk_math import flipped, load_operand, operand, spread_product
 from lattn_compile.kernels.chunk_operands import ERASE, OUT, QUERY
-from lattn_compile.kernels.chunk_rounding import rounded
+from lattn_compile.kernels.chunk_rounding import written
 from lattn_compile.kernels.common.inputs import rstd
 
 __all__ = ["advance"]
@@ -99,19 +99,19 @@ def advance(
                 tl.store(p_kept, rest[i])
             o_S = operand(rest[i], LOW)
             if DELTA:
-                U -= product(o_S, o_erase)
+                U -= spread_product(o_S, o_erase)
                 if KEEP:
                     tl.store(updates + (value + i * BV), U)
             if READ:
                 next_out = next_out + (tl.load(outputs + (following + i * BV)),)
-                out = coming_out[i] + product(o_S, o_query)
+                out = coming_out[i] + spread_product(o_S, o_query)
                 p_out = p_o + i * BV * o_column + (base + slot).to(tl.int64)[None, :] * o_token
                 m_piece = m_out[None, :] & (column + i * BV < V)[:, None]
                 tl.store(p_out, out.to(o.dtype.element_ty), mask=m_piece)
-            S = S + (rest[i] * w + product(operand(U, False), o_out),)
+            S = S + (rest[i] * w + spread_product(operand(U, False), o_out),)
         if FORMAT != "":  # noqa: SIM102 # one is known when compiled, the other is not
             if line:
-                S = _written(S, FORMAT, BLOCK_K, BLOCK_V, BK, BV, PIECES)
+                S = written(S, FORMAT, BLOCK_K, BLOCK_V, BK, BV, PIECES)
                 if AFTER and READ:
                     last = (base + high - 1).to(tl.int64)
                     p_q = q + (start + last) * q_token + i_head // (HV // H) * q_head + channel * q_channel
@@ -127,19 +127,3 @@ def advance(
     for i in tl.static_range(PIECES):
         m_state = (channel < K)[None, :] & (column + i * BV < V)[:, None]
         tl.store(final + (p_state + i * BV), S[i], mask=m_state)
-
-
-@triton.jit
-def _written(
-    S, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PIECES: tl.constexpr,
-):  # fmt: skip
-    """`rounded` of pieces that lie transposed."""
-    upright = ()
-    for i in tl.static_range(PIECES):
-        upright = upright + (tl.trans(S[i]),)
-    upright = rounded(upright, FORMAT, BLOCK_K, BLOCK_V, BK, BV, PIECES)
-    out = ()
-    for i in tl.static_range(PIECES):
-        out = out + (tl.trans(upright[i]),)
-    return out

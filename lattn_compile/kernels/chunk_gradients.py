@@ -3,8 +3,8 @@
     dq_in = D S^T      dk_in = -beta dR S^T      dk_out = U dS'^T        dR the gradient of beta (v - k_in S)
 
 `grad_keys` makes these for BS channels of a block and value head and takes the weights of the decay out of them; what
-pairs of tokens add it adds too, or `grad_levels` does where the decay is by channel. `deliver` sums over value heads
-and slices, and goes back through the norms.
+pairs of tokens add it adds too, or `chunk_levels.py` does where the decay is by channel. `deliver` sums over value
+heads and slices, and goes back through the norms.
 """
 
 # mypy: allow-untyped-defs
@@ -19,8 +19,6 @@ from lattn_compile.kernels.chunk_blocks import extent
 from lattn_compile.kernels.chunk_math import (
     block_tokens,
     channel_weight,
-    exact_operand,
-    gate_exp,
     held,
     load_beta,
     load_matrix,
@@ -28,12 +26,10 @@ from lattn_compile.kernels.chunk_math import (
     operand,
     product,
     row_weights,
-    summed,
 )
-from lattn_compile.kernels.chunk_pairs import halves
 from lattn_compile.kernels.common.inputs import rstd
 
-__all__ = ["deliver", "grad_keys", "grad_levels", "grad_lines"]
+__all__ = ["deliver", "grad_keys", "grad_lines"]
 
 
 @triton.jit(do_not_specialize=["skip", "H", "HV"])
@@ -47,7 +43,8 @@ def grad_keys(
     LOW: tl.constexpr, AFTER: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """Args:
-        norms, whole: of the forward. states, cotangents, updates, drhs, dreads, doverlaps: of the kernels before.
+        norms: of the forward; whole: likewise, of a decay by channel.
+        states, cotangents, updates, drhs, dreads, doverlaps: of the kernels before.
         dkeys: fp32 `[NB, HV, 2, BT, BK]`: of the normalised, scaled q and of the normalised k.
         dgates: fp32 `[NB, HV, BT, BK]`, of a decay by channel: of g, but for the pairs of tokens.
         rows: fp32 `[NB, HV, BK / BS, 4, BT]`, sums over these channels: gradients of the exponents from the start and
@@ -71,17 +68,19 @@ def grad_keys(
     seen = tl.zeros([BT, BS], tl.float32)
     dout = tl.zeros([BT, BS], tl.float32)
     dwhole = tl.zeros([BS], tl.float32)
+    # Gates' gradients by head are sums over all channels, which cancel where keys repeat: 16 bits are too few.
+    PAIRS: tl.constexpr = LOW and DECAY == 2
     for begin in range(0, VP, VS):
         column = begin + tl.arange(0, VS)
         p_state = (at * VP + column[:, None]) * BK + channel[None, :]
         S, dS = tl.load(states + p_state), tl.load(cotangents + p_state)
         p_value = at * (BT * VP) + slot[:, None] * VP + column[None, :]
-        o_S = operand(S, LOW)
+        o_S = operand(S, PAIRS)
         b_o = load_outputs(grad_o, token, read, o_token, i_head, o_head, begin, o_column, V, VS)
         dq += product(operand(b_o, LOW), o_S)
         if DELTA:
-            seen += product(operand(tl.load(drhs + p_value), LOW), o_S)
-        dout += product(operand(tl.load(updates + p_value), LOW), operand(dS, LOW))
+            seen += product(operand(tl.load(drhs + p_value), PAIRS), o_S)
+        dout += product(operand(tl.load(updates + p_value), PAIRS), operand(dS, PAIRS))
         dwhole += tl.sum(S * dS, 0)
 
     p_norm = norms + (block.to(tl.int64) * H + i_key) * (2 * BT) + slot
@@ -91,16 +90,17 @@ def grad_keys(
     wide_q = b_q.to(tl.float32) * q_norm[:, None]
     wide_k = b_k.to(tl.float32) * k_norm[:, None]
     b_beta = load_beta(beta, token, inside, beta_token, i_head, beta_head, BETA)
-    dwhole *= tl.load(whole + at * BK + channel)
     p_keys = dkeys + at * (2 * BT * BK) + slot[:, None] * BK + channel[None, :]
     p_rows = rows + (at * SLICES + slice) * (4 * BT) + slot
     if DECAY == 2:
         b_g = held(load_rows(g, token * g_token + i_head * g_head, inside, first, g_channel, K, BS))
         from_start = channel_weight(b_g, BT, False, LOW)
         to_end = channel_weight(b_g, BT, True, LOW)
+        dwhole *= tl.load(whole + at * BK + channel)
     else:
         row_start, row_end = row_weights(g, token, inside, g_token, i_head, g_head, BT, DECAY, LOW)
         from_start, to_end = row_start[:, None], row_end[:, None]
+        dwhole *= tl.sum(tl.where(slot == BT - 1, row_start, 0.0), 0)
     dq = dq * from_start
     seen = seen * from_start
     dout = dout * to_end
@@ -131,125 +131,6 @@ def grad_keys(
             dk += product(operand(D, LOW), operand(b_k, LOW))
     tl.store(p_keys, dq)
     tl.store(p_keys + BT * BK, dk)
-
-
-@triton.jit
-def _back(half, x, TILE: tl.constexpr, LOW: tl.constexpr):
-    """`halves(half)^T @ x`: from exponents of tokens to the gates that they are sums of."""
-    i, j = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
-    later = j // half % 2 == 1
-    which = ((i // half == j // half) & (later == (i <= j))).to(tl.float32)
-    return product(exact_operand(which), operand(x, LOW))
-
-
-@triton.jit(do_not_specialize=["skip", "H", "HV"])
-def grad_levels(
-    q, k, g, starts, lengths, offsets, owner, index, norms, dreads, doverlaps, dkeys, dgates, dg, skip,
-    q_token, q_head, q_channel, k_token, k_head, k_channel, g_token, g_head, g_channel,
-    dg_token, dg_head, dg_channel, H, HV,
-    K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, TILE: tl.constexpr,
-    DELTA: tl.constexpr, LOW: tl.constexpr,
-    CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
-):  # fmt: skip
-    """Of a decay by channel: adds to `dkeys` what pairs of tokens make of q and k, and writes g's gradients to `dg`.
-
-    In the tiles and levels of `pairs_channel`. One program handles a block's tiles one after another, the later rows
-    first: what it adds to the earlier ones it keeps.
-
-    Grid: (NB * HV * BK / BS,).
-    """
-    SLICES: tl.constexpr = BK // BS
-    pid = tl.program_id(0) // SLICES
-    first = tl.program_id(0) % SLICES * BS
-    block, i_head = pid // HV, pid % HV
-    if tl.load(owner + block) < 0:
-        return
-    i_key = i_head // (HV // H)
-    at = pid.to(tl.int64)
-    i, channel = tl.arange(0, TILE), first + tl.arange(0, BS)
-    row, column = i[:, None], i[None, :]
-    # What the rows of the later tile hand on to the earlier one.
-    early_k = tl.zeros([TILE, BS], tl.float32)
-    early_g = tl.zeros([TILE, BS], tl.float32)
-    for back in tl.static_range(BT // TILE):
-        tile = BT // TILE - 1 - back
-        slot = tile * TILE + i
-        token, inside = block_tokens(owner, index, starts, lengths, offsets, block, skip, slot, CHUNK, TOKENS, PER)
-        p_norm = norms + (block.to(tl.int64) * H + i_key) * (2 * BT) + slot
-        b_q = load_rows(q, token * q_token + i_key * q_head, inside, first, q_channel, K, BS).to(tl.float32)
-        b_k = load_rows(k, token * k_token + i_key * k_head, inside, first, k_channel, K, BS).to(tl.float32)
-        b_k, b_q = b_k * tl.load(p_norm)[:, None], b_q * tl.load(p_norm + BT)[:, None]
-        b_g = held(load_rows(g, token * g_token + i_head * g_head, inside, first, g_channel, K, BS))
-        p_keys = dkeys + at * (2 * BT * BK) + slot[:, None] * BK + channel[None, :]
-        p_gates = (at * BT + slot[:, None]) * BK + channel[None, :]
-        p_pairs = at * (BT * BT) + slot[:, None] * BT + tile * TILE + column
-        p_flip = at * (BT * BT) + (tile * TILE + column) * BT + slot[:, None]
-        dq = tl.load(p_keys)
-        dk = tl.load(p_keys + BT * BK) + early_k
-        total = tl.load(dgates + p_gates) + early_g
-        D1 = tl.load(dreads + p_pairs)
-        D1_flip = tl.load(dreads + p_flip)
-        D2 = D1
-        D2_flip = D1_flip
-        if DELTA:
-            D2 = tl.load(doverlaps + p_pairs)
-            D2_flip = tl.load(doverlaps + p_flip)
-        own = tl.sum(tl.where(row == column, D1, 0.0), 1)[:, None]
-        dq += own * b_k
-        dk += own * b_q
-        half = TILE // 2
-        while half > 0:
-            weight = gate_exp(summed(halves(half, TILE), b_g, LOW, False), LOW)
-            later = row // half % 2 == 1
-            parted = (row // half == column // half + 1) & later
-            parted_flip = (column // half == row // half + 1) & (column // half % 2 == 1)
-            o_k, o_q = operand(b_k * weight, LOW), operand(b_q * weight, LOW)
-            # Of the later half's rows, weighted from the middle; and of the earlier half's, to the middle.
-            dlate = product(operand(tl.where(parted, D1, 0.0), LOW), o_k)
-            dearly = product(operand(tl.where(parted_flip, D1_flip, 0.0), LOW), o_q)
-            exponent = dlate * b_q
-            dq += dlate * weight
-            if DELTA:
-                dlate = product(operand(tl.where(parted, D2, 0.0), LOW), o_k)
-                dearly += product(operand(tl.where(parted_flip, D2_flip, 0.0), LOW), o_k)
-                exponent += dlate * b_k
-                dk += dlate * weight
-            dk += dearly * weight
-            exponent = (exponent + dearly * b_k) * weight
-            total += _back(half, exponent, TILE, LOW)
-            half = half // 2
-        if tile > 0:
-            # The pairs of this tile's rows and the earlier tile's, parted where this one begins.
-            before = (tile - 1) * TILE + i
-            e_token, e_inside = block_tokens(
-                owner, index, starts, lengths, offsets, block, skip, before, CHUNK, TOKENS, PER
-            )
-            p_norm = norms + (block.to(tl.int64) * H + i_key) * (2 * BT) + before
-            e_k = load_rows(k, e_token * k_token + i_key * k_head, e_inside, first, k_channel, K, BS).to(tl.float32)
-            e_k = e_k * tl.load(p_norm)[:, None]
-            e_g = held(load_rows(g, e_token * g_token + i_head * g_head, e_inside, first, g_channel, K, BS))
-            weight = gate_exp(summed((column <= row).to(tl.float32), b_g, LOW, False), LOW)
-            early = gate_exp(summed((column > row).to(tl.float32), e_g, LOW, False), LOW)
-            p_pairs = at * (BT * BT) + slot[:, None] * BT + (tile - 1) * TILE + column
-            p_flip = at * (BT * BT) + (tile * TILE + column) * BT + before[:, None]
-            o_k = operand(e_k * early, LOW)
-            dlate = product(operand(tl.load(dreads + p_pairs), LOW), o_k)
-            dearly = product(operand(tl.load(dreads + p_flip), LOW), operand(b_q * weight, LOW))
-            exponent = dlate * b_q
-            dq += dlate * weight
-            if DELTA:
-                dlate = product(operand(tl.load(doverlaps + p_pairs), LOW), o_k)
-                dearly += product(operand(tl.load(doverlaps + p_flip), LOW), operand(b_k * weight, LOW))
-                exponent += dlate * b_k
-                dk += dlate * weight
-            total += tl.cumsum(exponent * weight, 0, reverse=True)
-            early_k = dearly * early
-            exponent = early_k * e_k
-            early_g = tl.cumsum(exponent, 0) - exponent
-        tl.store(p_keys, dq)
-        tl.store(p_keys + BT * BK, dk)
-        p_dg = dg + (token * dg_token + i_head * dg_head)[:, None] + channel[None, :] * dg_channel
-        tl.store(p_dg, total.to(dg.dtype.element_ty), mask=inside[:, None] & (channel < K)[None, :])
 
 
 @triton.jit(do_not_specialize=["skip", "blocks", "HV"])

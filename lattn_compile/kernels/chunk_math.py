@@ -37,13 +37,18 @@ __all__ = [
     "load_beta",
     "load_matrix",
     "load_operand",
+    "load_parts",
+    "load_reads",
     "load_rows",
+    "load_solved",
     "operand",
     "product",
     "row_weights",
     "solved_product",
     "split_sum",
+    "spread_product",
     "store_operand",
+    "store_parts",
     "summed",
 ]
 
@@ -106,6 +111,23 @@ def product(a, b):
 
 
 @triton.jit
+def spread_product(a, b):
+    """`product`, each order of terms summed apart: a chain of products that wait for each other is a third as long."""
+    MOST: tl.constexpr = max(len(a), len(b))
+    sums = ()
+    for order in tl.static_range(MOST):
+        out = tl.zeros([a[0].shape[0], b[0].shape[1]], tl.float32)
+        for i in tl.static_range(order + 1):
+            if i < len(a) and order - i < len(b):
+                out = tl.dot(a[i], b[order - i], out)
+        sums = sums + (out,)
+    out = sums[MOST - 1]
+    for back in tl.static_range(1, MOST):
+        out += sums[MOST - 1 - back]
+    return out
+
+
+@triton.jit
 def solved_product(X, b, LOW: tl.constexpr):
     """`X @ b`, fp32, of an inverse: in its dtype, or with all its bits. Rows of an inverse cancel in a product."""
     if X.dtype == tl.float64:
@@ -139,6 +161,42 @@ def load_matrix(p, BT: tl.constexpr, FLIP: tl.constexpr):
         return tl.load(p + j * BT + i)
     else:
         return tl.load(p + i * BT + j)
+
+
+@triton.jit
+def load_parts(p, BT: tl.constexpr, PARTS: tl.constexpr, FLIP: tl.constexpr):
+    """A `[BT, BT]` operand of PARTS parts at `p`, or its transpose."""
+    out = ()
+    for i in tl.static_range(PARTS):
+        out = out + (load_matrix(p + i * (BT * BT), BT, FLIP),)
+    return out
+
+
+@triton.jit
+def store_parts(p, x, mask, BT: tl.constexpr, LOW: tl.constexpr):
+    """Stores `x` at pointers `p` into a `[BT, BT]` operand, in two parts if LOW, else three."""
+    parts = operand(x, LOW)
+    for i in tl.static_range(len(parts)):
+        tl.store(p + i * (BT * BT), parts[i], mask=mask)
+
+
+@triton.jit
+def load_reads(p, block, BT: tl.constexpr, FLIP: tl.constexpr, LOW: tl.constexpr):
+    """`reads` of a block and head, of a decay by channel if LOW, or their transpose, as an operand."""
+    if LOW:
+        return load_parts(p + block * (2 * BT * BT), BT, 2, FLIP)
+    else:
+        return operand(load_matrix(p + block * (BT * BT), BT, FLIP), False)
+
+
+@triton.jit
+def load_solved(p, block, BT: tl.constexpr, FLIP: tl.constexpr, LOW: tl.constexpr):
+    """An inverse of `chunk_solve.py`, or its transpose: fp32 if LOW, else float64."""
+    if LOW:
+        high, middle, low = load_parts(p + block * (3 * BT * BT), BT, 3, FLIP)
+        return (high.to(tl.float32) + middle.to(tl.float32)) + low.to(tl.float32)
+    else:
+        return load_matrix(p + block * (BT * BT), BT, FLIP)
 
 
 @triton.jit

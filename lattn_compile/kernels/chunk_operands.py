@@ -26,8 +26,10 @@ from lattn_compile.kernels.chunk_math import (
     channel_weight,
     held,
     load_beta,
-    load_matrix,
+    load_parts,
+    load_reads,
     load_rows,
+    load_solved,
     operand,
     product,
     row_weights,
@@ -92,11 +94,13 @@ def key_operands(
     store_operand(p_out + OUT * (PARTS * BT * BK), out, BT * BK, LOW)
     if DELTA:
         strength = load_beta(beta, token, inside, beta_token, i_head, beta_head, BETA) * k_norm * from_start
-        X = load_matrix(solved + at * (BT * BT), BT, False)
-        X = X * strength.to(X.dtype)[None, :]
-        W = solved_product(X, k_in, LOW)
-        P = load_matrix(reads + at * (BT * BT), BT, False)
-        Q -= product(operand(P, LOW), operand(W, LOW))
+        if LOW:
+            X = load_parts(solved + at * (3 * BT * BT), BT, 3, False)
+            W = product(X, operand(k_in * strength[:, None], True))
+        else:
+            X = load_solved(solved, at, BT, False, False)
+            W = solved_product(X * strength.to(X.dtype)[None, :], k_in, False)
+        Q -= product(load_reads(reads, at, BT, False, LOW), operand(W, LOW))
         store_operand(p_out + ERASE * (PARTS * BT * BK), W, BT * BK, LOW)
     store_operand(p_out + QUERY * (PARTS * BT * BK), Q, BT * BK, LOW)
 
@@ -127,7 +131,7 @@ def value_operands(
     b_v = load_rows(v, token * v_token + i_head * v_head, inside, first, v_column, V, BS)
     b_beta = load_beta(beta, token, inside, beta_token, i_head, beta_head, BETA)
     if DELTA:
-        X = load_matrix(solved + at * (BT * BT), BT, False)
+        X = load_solved(solved, at, BT, False, LOW)
         X = X * b_beta.to(X.dtype)[None, :]
         U = solved_product(X, b_v, LOW)
     else:
@@ -135,5 +139,4 @@ def value_operands(
     place = at * (BT * VP) + slot[:, None] * VP + (first + tl.arange(0, BS))[None, :]
     tl.store(updates + place, U)
     if READ:
-        P = load_matrix(reads + at * (BT * BT), BT, False)
-        tl.store(outputs + place, product(operand(P, LOW), operand(U, LOW)))
+        tl.store(outputs + place, product(load_reads(reads, at, BT, False, LOW), operand(U, LOW)))

@@ -69,6 +69,17 @@ def _store_tile(p, x, i_tile, j_tile, BT: tl.constexpr, TILE: tl.constexpr):
             tl.store(p + (j_tile * TILE + i) * BT + i_tile * TILE + j, tl.zeros([TILE, TILE], x.dtype))
 
 
+@triton.jit
+def _store_reads(p, at, corner, x, i_tile, j_tile, BT: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr):
+    """A tile of `reads` of a block and head, in 2 or 3 parts, or as it is (1). corner: of what tiles are counted in."""
+    if PARTS > 1:
+        parts = operand(x, PARTS == 2)
+        for i in tl.static_range(PARTS):
+            _store_tile(p + at * (PARTS * BT * BT) + i * (BT * BT) + corner, parts[i], i_tile, j_tile, BT, TILE)
+    else:
+        _store_tile(p + at * (BT * BT) + corner, x, i_tile, j_tile, BT, TILE)
+
+
 @triton.jit(do_not_specialize=["scale", "skip", "H", "HV"])
 def pairs_head(
     q, k, g, beta, starts, lengths, offsets, owner, index, norms, strengths, reads, overlaps, scale, skip,
@@ -83,7 +94,9 @@ def pairs_head(
         q, k: `[M, H, K]`, g, beta: `[M, HV]`, any strides.
         norms: fp32 `[NB, H, 2, BT]`: what k is multiplied with, and q.
         strengths: fp32 `[NB, HV, BT]`: beta in its slots.
-        reads: fp32 `[NB, HV, BT, BT]`. overlaps: likewise, of the delta rule; float64 where inputs are fp32.
+        reads: fp32 `[NB, HV, BT, BT]`, under LOW bf16 `[NB, HV, parts, BT, BT]`, an operand of three parts, of
+            `pairs_channel` two.
+        overlaps: `[NB, HV, BT, BT]`, of the delta rule; fp32, float64 unless LOW.
         skip: blocks of each sequence before the first that is scheduled. BS: channels at a time.
 
     Grid: (NB * H * tiles,).
@@ -130,17 +143,17 @@ def pairs_head(
     decay = tl.where(strict | (i[:, None] == j[None, :]), 1.0, 0.0).to(A.dtype)
     for ratio in range(HV // H):
         i_head = i_key * (HV // H) + ratio
-        at = (block.to(tl.int64) * HV + i_head) * (BT * BT)
+        at = block.to(tl.int64) * HV + i_head
         if i_tile == j_tile:
             b_beta = load_beta(beta, at_i, in_i, beta_token, i_head, beta_head, BETA)
-            tl.store(strengths + (block.to(tl.int64) * HV + i_head) * BT + i_tile * TILE + i, b_beta)
+            tl.store(strengths + at * BT + i_tile * TILE + i, b_beta)
         if DECAY == 1:
             g_i = held(tl.load(g + at_i * g_token + i_head * g_head, mask=in_i, other=0.0))
             g_j = held(tl.load(g + at_j * g_token + i_head * g_head, mask=in_j, other=0.0))
             decay = tile_weights(g_i, g_j, i_tile != j_tile, TILE, LOW, WIDE)
-        _store_tile(reads + at, P * decay.to(tl.float32), i_tile, j_tile, BT, TILE)
+        _store_reads(reads, at, 0, P * decay.to(tl.float32), i_tile, j_tile, BT, TILE, 3 if LOW else 1)
         if DELTA:
-            _store_tile(overlaps + at, tl.where(strict, A * decay, 0.0), i_tile, j_tile, BT, TILE)
+            _store_tile(overlaps + at * (BT * BT), tl.where(strict, A * decay, 0.0), i_tile, j_tile, BT, TILE)
 
 
 @triton.jit
@@ -225,11 +238,11 @@ def pairs_channel(
         tl.store(p_norm + BT, q_norm)
     b_beta = load_beta(beta, token, inside, beta_token, i_head, beta_head, BETA)
     tl.store(strengths + pid.to(tl.int64) * BT + slot, b_beta)
-    at = pid.to(tl.int64) * (BT * BT)
-    _store_tile(reads + at, P * (q_norm[:, None] * k_norm[None, :]), tile, tile, BT, TILE)
+    at = pid.to(tl.int64)
+    _store_reads(reads, at, 0, P * (q_norm[:, None] * k_norm[None, :]), tile, tile, BT, TILE, 2 if LOW else 1)
     if DELTA:
         A = A * k_norm.to(A.dtype)[:, None] * k_norm.to(A.dtype)[None, :]
-        _store_tile(overlaps + at, A, tile, tile, BT, TILE)
+        _store_tile(overlaps + at * (BT * BT), A, tile, tile, BT, TILE)
 
 
 @triton.jit(do_not_specialize=["skip", "H", "HV"])
@@ -275,8 +288,8 @@ def pairs_across(
             A += product(operand(b_k * later, LOW), o_early)
     p_norm = norms + (block.to(tl.int64) * H + i_key) * (2 * BT)
     k_i, k_j, q_i = tl.load(p_norm + late), tl.load(p_norm + early), tl.load(p_norm + BT + late)
-    at = pid.to(tl.int64) * (BT * BT)
-    _store_tile(reads + at + part * (2 * HALF) * (BT + 1), P * (q_i[:, None] * k_j[None, :]), 1, 0, BT, HALF)
+    at, corner = pid.to(tl.int64), part * (2 * HALF) * (BT + 1)
+    _store_reads(reads, at, corner, P * (q_i[:, None] * k_j[None, :]), 1, 0, BT, HALF, 2 if LOW else 1)
     if DELTA:
         A = A * k_i.to(A.dtype)[:, None] * k_j.to(A.dtype)[None, :]
-        _store_tile(overlaps + at + part * (2 * HALF) * (BT + 1), A, 1, 0, BT, HALF)
+        _store_tile(overlaps + at * (BT * BT) + corner, A, 1, 0, BT, HALF)

@@ -16,7 +16,7 @@ from lattn_compile.formats.int8.triton import LARGEST as INT8_LARGEST
 from lattn_compile.formats.nvfp4.triton import BLOCK
 from lattn_compile.kernels.common.codec import block_scales, round_codes, scales
 
-__all__ = ["rounded"]
+__all__ = ["written"]
 
 _INFINITE = tl.constexpr(0x7F800000)
 
@@ -40,7 +40,7 @@ def _over_tiles(bits, TILE_K: tl.constexpr, TILE_V: tl.constexpr, BK: tl.constex
 
 
 @triton.jit
-def rounded(
+def _rounded(
     S, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
@@ -75,6 +75,22 @@ def rounded(
             code, _ = round_codes(tl.fma(S[i], inverse, zero), FORMAT)
             written = written + (code * step,)
     return written
+
+
+@triton.jit
+def written(
+    S, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PIECES: tl.constexpr,
+):  # fmt: skip
+    """A state as it is read back from FORMAT: PIECES tensors `[BV, BK]`, transposed, side by side."""
+    upright = ()
+    for i in tl.static_range(PIECES):
+        upright = upright + (tl.trans(S[i]),)
+    upright = _rounded(upright, FORMAT, BLOCK_K, BLOCK_V, BK, BV, PIECES)
+    out = ()
+    for i in tl.static_range(PIECES):
+        out = out + (tl.trans(upright[i]),)
+    return out
 
 
 @triton.jit

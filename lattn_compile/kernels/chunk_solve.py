@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lattn_compile.kernels.chunk_math import operand, product
+from lattn_compile.kernels.chunk_math import operand, product, store_parts
 
 __all__ = ["solve"]
 
@@ -19,11 +19,12 @@ _CORNER = tl.constexpr(16)
 
 @triton.jit(do_not_specialize=["HV"])
 def solve(
-    owner, strengths, overlaps, solved, HV, BT: tl.constexpr
+    owner, strengths, overlaps, solved, HV, BT: tl.constexpr, LOW: tl.constexpr
 ):  # fmt: skip
     """Args:
         owner: of `Schedule`. strengths, overlaps: of `pairs_head`.
-        solved: `[NB, HV, BT, BT]` in the dtype of overlaps, the inverse.
+        solved: the inverse: under LOW bf16 `[NB, HV, 3, BT, BT]`, an operand with 24 bits; else float64
+            `[NB, HV, BT, BT]`.
 
     Grid: (NB * HV,).
     """
@@ -31,7 +32,7 @@ def solve(
     if tl.load(owner + pid // HV) < 0:
         return
     at = pid.to(tl.int64) * (BT * BT)
-    A, X, beta = overlaps + at, solved + at, strengths + pid.to(tl.int64) * BT
+    A, X, beta = overlaps + at, solved + at * (3 if LOW else 1), strengths + pid.to(tl.int64) * BT
     # Every thread solves for one column of a corner, and loads the corner's coefficients row by row.
     c = tl.arange(0, BT)
     first = c // _CORNER * _CORNER
@@ -43,35 +44,48 @@ def solve(
         x = tl.where(c - first == i, 1.0, 0.0).to(total.dtype) - tl.load(beta + first + i).to(total.dtype) * total
         rows = rows + (x,)  # type: ignore[assignment] # noqa: RUF005
     for i in tl.static_range(_CORNER):
-        tl.store(X + (first + i) * BT + c, rows[i])
+        _store(X + (first + i) * BT + c, rows[i], None, BT, LOW)
     if BT >= 32:
         tl.debug_barrier()
         for pair in tl.static_range(BT // 32):
-            _merge(A, X, beta, pair * 32, 16, BT)
+            _merge(A, X, beta, pair * 32, 16, BT, LOW)
     if BT >= 64:
         tl.debug_barrier()
-        _merge(A, X, beta, 0, 32, BT)
+        _merge(A, X, beta, 0, 32, BT, LOW)
     row, column = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    place = row * BT + column
     zero = tl.zeros([BT, BT], overlaps.dtype.element_ty)
-    tl.store(X + place, zero, mask=column // _CORNER > row // _CORNER)
+    _store(X + row * BT + column, zero, column // _CORNER > row // _CORNER, BT, LOW)
 
 
 @triton.jit
-def _merge(A, X, beta, at, HALF: tl.constexpr, BT: tl.constexpr):
+def _store(p, x, mask, BT: tl.constexpr, LOW: tl.constexpr):
+    if LOW:
+        store_parts(p, x, mask, BT, False)
+    else:
+        tl.store(p, x, mask=mask)
+
+
+@triton.jit
+def _merge(A, X, beta, at, HALF: tl.constexpr, BT: tl.constexpr, LOW: tl.constexpr):
     """From the inverses of two diagonal blocks of HALF rows from row `at` on to that of both: the part below."""
     i, j = tl.arange(0, HALF)[:, None], tl.arange(0, HALF)[None, :]
-    low = j <= i
-    early = tl.load(X + (at + i) * BT + at + j, mask=low, other=0.0)
-    late = tl.load(X + (at + HALF + i) * BT + at + HALF + j, mask=low, other=0.0)
-    between = tl.load(A + (at + HALF + i) * BT + at + j)
+    p_early, p_late = X + (at + i) * BT + at + j, X + (at + HALF + i) * BT + at + HALF + j
+    p_below = (at + HALF + i) * BT + at + j
+    between = tl.load(A + p_below)
     between = between * tl.load(beta + at + HALF + tl.arange(0, HALF)).to(between.dtype)[:, None]
-    tl.store(X + (at + HALF + i) * BT + at + j, -_square(late, _square(between, early)))
+    if LOW:
+        early, late = _load(p_early, j <= i, BT), _load(p_late, j <= i, BT)
+        below = product(late, operand(product(operand(between, False), early), False))
+    else:
+        early, late = tl.load(p_early, mask=j <= i, other=0.0), tl.load(p_late, mask=j <= i, other=0.0)
+        below = tl.dot(late, tl.dot(between, early, out_dtype=tl.float64), out_dtype=tl.float64)
+    _store(X + p_below, -below, None, BT, LOW)
 
 
 @triton.jit
-def _square(a, b):
-    if a.dtype == tl.float64:
-        return tl.dot(a, b, out_dtype=tl.float64)
-    else:
-        return product(operand(a, False), operand(b, False))
+def _load(p, mask, BT: tl.constexpr):
+    return (
+        tl.load(p, mask=mask, other=0.0),
+        tl.load(p + BT * BT, mask=mask, other=0.0),
+        tl.load(p + 2 * BT * BT, mask=mask, other=0.0),
+    )

@@ -114,28 +114,49 @@ def forward(
         out = None if o is None else o.contiguous()
         marks = None if checkpoints is None else checkpoints_of(checkpoints, checkpoint_every)
         longest = checkpoints.longest if isinstance(checkpoints, Checkpoints) else None
-        source, ready = of_sequences(state), None
+        source = of_sequences(state)
         # A program reads all that it writes of a state, and before.
         final = source.states if in_place else None
         if final is None:
             final = torch.empty_like(state, memory_format=torch.contiguous_format)
-        for first, span in _segments(call, longest, checkpoint_every):
-            ready = call.ready() if span == ALL else call.ready(first, span, ready)
-            call.advance(ready, source, o=out, final=final, marks=marks, first=first, span=span)
-            source = of_sequences(final)
+        _through(call, source, final, marks, longest, checkpoint_every, out)
         if o is not None and out is not None and out is not o:
             o.copy_(out)
     return final
 
 
-def _segments(call: Call, longest: int | None, every: int) -> list[tuple[int, int]]:
-    """First token and number of tokens of every launch of a forward; ALL: of any sequence.
+def _through(
+    call: Call, source: States, final: Tensor, marks: States | None, longest: int | None, every: int,
+    o: Tensor | None = None,
+) -> None:  # fmt: skip
+    """All tokens, from the states `source` to `final`, with checkpoints in `marks`.
+
+    nvfp4's are encoded by a kernel of their own, out of a segment's states.
+    """
+    apart = marks is not None and marks.encoded is not None and call.write["FORMAT"] == "nvfp4"
+    ready, states = None, None
+    for first, span in _segments(call, longest, every, 2 * _SEGMENTS if apart else _SEGMENTS):
+        ready = call.ready() if span == ALL else call.ready(first, span, ready)
+        if marks is None or not apart or span == ALL:
+            call.advance(ready, source, o=o, final=final, marks=marks, first=first, span=span)
+        else:
+            count = span // every
+            if states is None:
+                states = final.new_empty(call.sequences * count, *final.shape[1:])
+            to = States(states, ALL, count, every, first)
+            call.advance(ready, source, o=o, final=final, marks=to, first=first, span=span)
+            call.encode(states, marks, first, count)
+        source = of_sequences(final)
+
+
+def _segments(call: Call, longest: int | None, every: int, count: int) -> list[tuple[int, int]]:
+    """First token and number of tokens of every launch of a forward, at most `count` of them; ALL: of any sequence.
 
     Only sequences that fill the tokens are cut: of others, the longest is not known without looking.
     """
-    if longest is None or call.sequences * longest > call.tokens or longest < _SEGMENTS * every:
+    if longest is None or call.sequences * longest > call.tokens or longest < count * every:
         return [(0, ALL)]
-    span = triton.cdiv(triton.cdiv(longest, _SEGMENTS), every) * every
+    span = triton.cdiv(triton.cdiv(longest, count), every) * every
     return [(first, span) for first in range(0, longest, span)]
 
 
@@ -228,13 +249,8 @@ def _made(call: Call, start: States, state: Tensor, longest: int) -> States:
     buffer = state.new_empty(shape, dtype=torch.float32 if fmt is None else torch.uint8)
     heads, key_dim, value_dim = state.shape[1:]
     marks = checkpoints_of(Checkpoints(buffer, fmt, heads, key_dim, value_dim, longest), every)
-    ready = None
     final = torch.empty_like(state, memory_format=torch.contiguous_format)
-    source = start
-    for first, span in _segments(call, longest, every):
-        ready = call.ready() if span == ALL else call.ready(first, span, ready)
-        call.advance(ready, source, final=final, marks=marks, first=first, span=span)
-        source = of_sequences(final)
+    _through(call, start, final, marks, longest, every)
     return marks
 
 

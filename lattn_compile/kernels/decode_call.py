@@ -15,7 +15,7 @@ from lattn_compile.formats.quantizer import Quantizer
 from lattn_compile.kernels.common.inputs import decays, pair_up
 from lattn_compile.kernels.common.launch import aligned, launched
 from lattn_compile.kernels.common.layout import Layout, layout
-from lattn_compile.kernels.decode_checkpoints import fetch
+from lattn_compile.kernels.decode_checkpoints import encode, fetch
 from lattn_compile.kernels.decode_forward import advance
 
 __all__ = [
@@ -262,6 +262,18 @@ class Call:
             SAVE=save is not None, ERRORS=errors is not None, KNOWN=known is not None, BYTES=self.bytes,
             STEPS=self.steps, SAVE_EVERY=self.save_every, **rows.heads(),
             num_warps=lay.warps, num_stages=1, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def encode(self, states: Tensor, marks: States, first: int, count: int) -> None:
+        """Writes `count` checkpoints a sequence, from token `first` on, out of fp32 states `[N * count, HV, K, V]`."""
+        assert marks.states is not None
+        lay, rows, codes = self.layout, _Rows.of(marks, 0, 0), marks.states
+        assert rows.scales is not None
+        launched(encode)[(states.shape[0], self.value_heads * triton.cdiv(lay.value_dim, 64))](
+            states, codes, rows.scales[:, rows.scales_at :], codes[:, rows.blocks_at :], self.starts, self.lengths,
+            self.value_heads, codes.stride(0), rows.scales.stride(0), codes.stride(0), marks.interval,
+            marks.slot(first), count, K=lay.key_dim, V=lay.value_dim,
+            BK=max(16, triton.next_power_of_2(lay.key_dim)), num_warps=4,
         )  # fmt: skip
 
     def fetch(self, marks: States, first: int, into: Tensor) -> States:

@@ -23,7 +23,7 @@ from lattn_compile.formats.int8.triton import LARGEST as INT8_LARGEST
 from lattn_compile.formats.nvfp4.triton import BLOCK, GROUP, from_nibbles, to_nibbles
 from lattn_compile.kernels.common.codec import block_scales, from_bytes, round_codes, scales, to_bytes
 
-__all__ = ["from_words", "magnitudes_of_groups", "places_of_steps", "quantize", "to_words"]
+__all__ = ["from_words", "magnitudes_of_groups", "places_of_steps", "quantize", "tile_scales", "to_words"]
 
 _INFINITE = tl.constexpr(0x7F800000)
 _KNOWN = tl.constexpr(triton.__version__.startswith(("3.6.", "3.7.")))
@@ -95,6 +95,44 @@ def magnitudes_of_groups(S, PIECES: tl.constexpr, FLIP: tl.constexpr):
 
 
 @triton.jit
+def tile_scales(
+    S,
+    FORMAT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    FLIP: tl.constexpr,
+):
+    """Tiled formats' (steps, inverses, zeros) of `common.codec.scales`, one for every group of pieces that lies in the
+    same tiles, scalars or tensors that broadcast against a piece; arguments as `quantize` has them."""
+    tl.static_assert(FORMAT == "int8" or FORMAT == "fp8_e4m3" or FORMAT == "nvfp4")
+    NVFP4: tl.constexpr = FORMAT == "nvfp4"
+    LARGEST_CODE: tl.constexpr = INT8_LARGEST if FORMAT == "int8" else FP8_LARGEST
+    RUN: tl.constexpr = PIECES * STEP
+    LANES: tl.constexpr = S[0].shape[2] if FLIP else S[0].shape[0]
+    ROWS: tl.constexpr = BLOCK if NVFP4 else BLOCK_K
+    # A tile is some lanes' whole runs, or a group of pieces in a lane's run.
+    COUNT: tl.constexpr = min(ROWS // STEP, PIECES)
+    RUNS: tl.constexpr = min((ROWS + RUN - 1) // RUN, LANES)
+    if NVFP4:
+        group = magnitudes_of_groups(S, PIECES, FLIP)
+    steps = ()
+    inverses = ()
+    zeros = ()
+    for tile in tl.static_range(PIECES // COUNT):
+        amax = _over_tiles(_magnitude_bits(S, tile * COUNT, COUNT), RUNS, 1 if NVFP4 else BLOCK_V, FLIP)
+        if NVFP4:
+            step, inverse, zero = block_scales(amax, group)
+        else:
+            step, inverse, zero = scales(amax, LARGEST_CODE)
+        steps = steps + (step,)
+        inverses = inverses + (inverse,)
+        zeros = zeros + (zero,)
+    return steps, inverses, zeros
+
+
+@triton.jit
 def quantize(
     S,
     FORMAT: tl.constexpr,
@@ -121,31 +159,14 @@ def quantize(
             out = out + (round_bf16(S[i]) if FORMAT == "bf16" else round_fp16(S[i]),)
         return out, out, (1.0,)
     else:
-        tl.static_assert(FORMAT == "int8" or FORMAT == "fp8_e4m3" or FORMAT == "nvfp4")
-        NVFP4: tl.constexpr = FORMAT == "nvfp4"
-        LARGEST_CODE: tl.constexpr = INT8_LARGEST if FORMAT == "int8" else FP8_LARGEST
-        RUN: tl.constexpr = PIECES * STEP
-        LANES: tl.constexpr = S[0].shape[2] if FLIP else S[0].shape[0]
-        ROWS: tl.constexpr = BLOCK if NVFP4 else BLOCK_K
-        # A tile is some lanes' whole runs, or a group of pieces in a lane's run.
-        COUNT: tl.constexpr = min(ROWS // STEP, PIECES)
-        RUNS: tl.constexpr = min((ROWS + RUN - 1) // RUN, LANES)
-        if NVFP4:
-            group = magnitudes_of_groups(S, PIECES, FLIP)
+        steps, inverses, zeros = tile_scales(S, FORMAT, BLOCK_K, BLOCK_V, PIECES, STEP, FLIP)
+        COUNT: tl.constexpr = PIECES // len(steps)
         written = ()
         codes = ()
-        steps = ()
-        for tile in tl.static_range(PIECES // COUNT):
-            amax = _over_tiles(_magnitude_bits(S, tile * COUNT, COUNT), RUNS, 1 if NVFP4 else BLOCK_V, FLIP)
-            if NVFP4:
-                step, inverse, zero = block_scales(amax, group)
-            else:
-                step, inverse, zero = scales(amax, LARGEST_CODE)
-            for i in tl.static_range(tile * COUNT, (tile + 1) * COUNT):
-                code, rounded = round_codes(tl.fma(S[i], inverse, zero), FORMAT)
-                codes = codes + (rounded,)
-                written = written + (code * step,)
-            steps = steps + (step,)
+        for i in tl.static_range(PIECES):
+            code, rounded = round_codes(tl.fma(S[i], inverses[i // COUNT], zeros[i // COUNT]), FORMAT)
+            codes = codes + (rounded,)
+            written = written + (code * steps[i // COUNT],)
         return written, codes, steps
 
 

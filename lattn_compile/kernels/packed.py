@@ -25,7 +25,13 @@ from lattn_compile.kernels.common.layout import MAX_WARPS, Layout
 from lattn_compile.kernels.decode_call import strides
 from lattn_compile.kernels.packed_decode import step as decode_step
 from lattn_compile.kernels.packed_flush import flush as replay_flush
-from lattn_compile.kernels.packed_launch import heads_a_program, ring_layout, stored_layout, tile_constants
+from lattn_compile.kernels.packed_launch import (
+    heads_a_program,
+    launch_of,
+    ring_layout,
+    stored_layout,
+    tile_constants,
+)
 from lattn_compile.kernels.packed_replay import step as replay_step
 
 __all__ = ["RawGates", "flush", "step", "supports"]
@@ -77,7 +83,7 @@ def supports(
     if window > _MAX_WINDOW:
         return f"a window of {window} tokens exceeds {_MAX_WINDOW}"
     layout = ring_layout if window > 1 else stored_layout
-    if layout(key_dim, value_dim, quantize).warps > MAX_WARPS:
+    if layout(key_dim, value_dim, quantize, launch_of(quantize, 1, window=window > 1)).warps > MAX_WARPS:
         return f"a state of {quantize} with K = {key_dim}, V = {value_dim} does not fit into one program"
     return None
 
@@ -160,7 +166,7 @@ def flush(
     sequences = cursor.shape[0] if state_indices is None else state_indices.shape[0]
     if sequences == 0 or window == 1 or min(heads) == 0:
         return
-    lay = ring_layout(key_dim, value_dim, quantize)
+    lay = ring_layout(key_dim, value_dim, quantize, launch_of(quantize, sequences * value_heads, window=True))
     form = "" if quantize is None or quantize.fmt.name == "fp32" else quantize.fmt.name
     with on(cursor.device):
         replay_flush[(lay.blocks * value_heads * sequences,)](
@@ -195,7 +201,7 @@ def _written(
         "FORMAT": form,
         "BLOCK_K": block_k,
         "BLOCK_V": block_v,
-        "FAST": _fast(form, lay.vector, lay.value_dim, block_v),
+        "FAST": _fast(form, lay, codes.device),
         "TWO": two,
         "HEAD_CODES": _elements(codes),
         "HEAD_SCALES": _elements(scales),
@@ -207,10 +213,11 @@ def _replay(
     x: _Inputs, stored: Mapping[str, Tensor], o: Tensor, options: _Options, window: int, anchor: str | None
 ) -> None:
     key_dim, value_dim = x.q.shape[-1], x.v.shape[-1]
-    lay = ring_layout(key_dim, value_dim, options.quantize)
     key_heads, value_heads = x.heads
     ratio = value_heads // key_heads
-    heads = heads_a_program(lay, ratio, value_heads, x.sequences, options.quantize) if x.single else ratio
+    launch = launch_of(options.quantize, x.sequences * value_heads, window=True)
+    lay = ring_layout(key_dim, value_dim, options.quantize, launch)
+    heads = heads_a_program(launch, ratio) if x.single else ratio
     gates, write = options.gates, "replay" if anchor is None else "two_precision"
     replay_step[((lay.blocks if x.single else 1) * (value_heads // heads) * x.sequences,)](
         x.q, x.k, x.v, x.g, x.beta, *_held(stored, write), x.cursor, x.indices, x.fresh, x.ends, x.lengths, o,
@@ -218,7 +225,7 @@ def _replay(
         *x.v.stride(), *strides(x.g), *strides(x.beta), x.tokens, x.sequences, x.cursor.shape[0], options.padding_slot,
         H=key_heads, HV=value_heads, **lay.constants(), **options.gate_constants(x),
         BK=triton.next_power_of_2(key_dim), HEADS=heads, SINGLE=x.single, WINDOW=window,
-        ROWS=max(2, triton.next_power_of_2(window - 1)),
+        ROWS=triton.next_power_of_2(window),
         AFTER=options.readout == "after_write" and options.format != "",
         **_written(stored, lay, options.quantize, options.format, write, anchor),
         num_warps=lay.warps, num_stages=1, enable_fp_fusion=False,
@@ -310,9 +317,11 @@ def _lined_up(x: Tensor) -> Tensor:
 
 def _decode(x: _Inputs, stored: Mapping[str, Tensor], o: Tensor, options: _Options) -> None:
     key_dim, value_dim = x.q.shape[-1], x.v.shape[-1]
-    lay = stored_layout(key_dim, value_dim, options.quantize)
     key_heads, value_heads = x.heads
-    heads = heads_a_program(lay, value_heads // key_heads, value_heads, x.sequences, options.quantize)
+    by_channel = x.g is not None and x.g.dim() == 3
+    launch = launch_of(options.quantize, x.sequences * value_heads, by_channel=by_channel)
+    lay = stored_layout(key_dim, value_dim, options.quantize, launch)
+    heads = heads_a_program(launch, value_heads // key_heads)
     block_k, block_v = tile_constants(lay, options.quantize)
     codes, scales, blocks = _rows(stored)
     gates = options.gates
@@ -322,10 +331,10 @@ def _decode(x: _Inputs, stored: Mapping[str, Tensor], o: Tensor, options: _Optio
         *x.v.stride(), *strides(x.g), *strides(x.beta), x.tokens, x.sequences,
         x.cursor.shape[0], options.padding_slot,
         H=key_heads, HV=value_heads, **lay.constants(), **options.gate_constants(x),
-        BK=triton.next_power_of_2(key_dim), HEADS=heads,
-        SINGLE=x.single, FORMAT=options.format, BLOCK_K=block_k, BLOCK_V=block_v,
+        BK=triton.next_power_of_2(key_dim), HEADS=heads, SINGLE=x.single, FORMAT=options.format,
+        BLOCK_K=block_k, BLOCK_V=block_v,
         AFTER=options.readout == "after_write" and options.format != "",
-        FAST=_fast(options.format, lay.vector, value_dim, block_v),
+        FAST=_fast(options.format, lay, codes.device),
         HEAD_CODES=_elements(codes), HEAD_SCALES=_elements(scales), HEAD_BLOCKS=_elements(blocks),
         num_warps=lay.warps, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
@@ -348,9 +357,16 @@ def _elements(x: Tensor | None) -> int:
     return 0 if x is None else math.prod(x.shape[2:])
 
 
-def _fast(name: str, vector: int, value_dim: int, block_v: int) -> bool:
-    """Whether int8 goes through byte permutations, four values of one tile at a time."""
-    return name == "int8" and NVIDIA and not interpreted() and vector >= 4 and min(block_v, value_dim) % 4 == 0
+def _fast(name: str, lay: Layout, device: torch.device) -> bool:
+    """Whether bytes are made numbers and numbers bytes four at a time; of fp8, by conversions of the GPU's own."""
+    if interpreted() or lay.vector * lay.step < 4:
+        return False
+    return (name == "int8" and NVIDIA) or (name == "fp8_e4m3" and _capable(device, (8, 9)))
+
+
+def _capable(device: torch.device, least: tuple[int, int]) -> bool:
+    """Whether it is an NVIDIA GPU of this compute capability; compiled for one that is not here, it is."""
+    return NVIDIA and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= least)
 
 
 NVIDIA = torch.version.hip is None

@@ -15,7 +15,14 @@ import triton.language as tl
 
 from lattn_compile.kernels.common.inputs import exp
 from lattn_compile.kernels.common.packed_gates import decay_of, exps, log_decays_of, strength_of
-from lattn_compile.kernels.common.packed_rows import has_state, normalised, slot_of, tokens_of
+from lattn_compile.kernels.common.packed_rows import (
+    has_state,
+    inputs_of,
+    normalised,
+    row_of,
+    slot_of,
+    tokens_of,
+)
 from lattn_compile.kernels.common.packed_tiles import decoded, load_codes, load_steps
 from lattn_compile.kernels.common.pieces import columns, dot, key_channels, lanes, scaled
 from lattn_compile.kernels.decode_codec import quantize
@@ -26,28 +33,21 @@ __all__ = ["step"]
 
 @triton.jit
 def _pair(
-    token,
-    i_key,
-    q,
-    k,
+    p_q,
+    p_k,
+    t_q,
+    t_k,
     scale,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
     channel,
     K: tl.constexpr,
-    BK: tl.constexpr,
     PIECES: tl.constexpr,
     STEP: tl.constexpr,
     WARPS: tl.constexpr,
     MASKED: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """One token's key and query in pieces, and their product."""
-    p_q = q + (token * q_token + i_key * q_head)
-    p_k = k + (token * k_token + i_key * k_head)
-    by_q, by_k, dot_kq = normalised(p_q, p_k, scale, K, BK, WARPS, NORM)
+    """One token's key and query in pieces, and their product; t_q, t_k: as `row_of` loads them."""
+    by_q, by_k, dot_kq = normalised(t_q, t_k, scale, WARPS, NORM)
     b_k = keys(p_k, by_k, 1.0, channel, K, PIECES, STEP, MASKED)
     b_q = keys(p_q, by_q, scale, channel, K, PIECES, STEP, MASKED)
     return b_k, b_q, dot_kq
@@ -55,36 +55,29 @@ def _pair(
 
 @triton.jit
 def _gates(
-    token,
+    x,
     head,
-    g,
-    beta,
     a_log,
     bias,
     bound,
-    g_token,
-    g_head,
-    beta_token,
-    beta_head,
     channel,
     K: tl.constexpr,
     PIECES: tl.constexpr,
     STEP: tl.constexpr,
-    MASKED: tl.constexpr,
     DECAY: tl.constexpr,
     GATE: tl.constexpr,
+    BETA: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):
-    """One token's decay of one head, a number or pieces, and its write strength."""
+    """A head's decay, a number or pieces, and its write strength, of what `inputs_of` loaded."""
     decay = 1.0
     if DECAY == 1:
-        decay = exp(decay_of(g + (token * g_token + head * g_head), a_log, bias, bound, head, GATE))
+        decay = exp(decay_of(x[1], a_log, bias, bound, head, GATE))
     if DECAY == 2:
-        p_g = g + (token * g_token + head * g_head)
-        decay = exps(log_decays_of(p_g, a_log, bias, bound, head, channel, K, PIECES, STEP, MASKED, GATE), PIECES)
+        decay = exps(log_decays_of(x[1], a_log, bias, bound, head, channel, K, PIECES, STEP, GATE), PIECES)
     strength = 1.0
-    if beta is not None:
-        strength = strength_of(beta + (token * beta_token + head * beta_head), SIGMOID)
+    if BETA:
+        strength = strength_of(x[2], SIGMOID)
     return decay, strength
 
 
@@ -212,22 +205,38 @@ def step(
     WIDTH: tl.constexpr = WARPS * COLUMNS
     BLOCKS: tl.constexpr = (V + WIDTH - 1) // WIDTH
     MASKED: tl.constexpr = LANES * PIECES * STEP != K
+    BETA: tl.constexpr = beta is not None
     PROGRAMS: tl.constexpr = BLOCKS * (HV // HEADS)  # of a sequence
     i_block, i_seq = i % BLOCKS, i // PROGRAMS
     i_head = i // BLOCKS % (HV // HEADS) * HEADS
     i_key = i_head // (HV // H)
     first, count, rows = tokens_of(i_seq, ends, lengths, tokens, sequences)
     slot, live, wrong = slot_of(i_seq, indices, padding, slots)
+    has = has_state(i_seq, fresh)
 
     channel = key_channels(LANES, PIECES * STEP, STEP, FLIP)
     column = columns(i_block * WIDTH, WARPS, COLUMNS)
     lane = lanes(LANES, FLIP)
-    inside = column < V
     # One lane group writes what all of them hold. The pointers are those of a state's piece, lest it changes layout.
     once = tl.max_contiguous(column[None, :, None, :] + lane * 0, (1, 1, 1, VECTOR))
     write_once = (lane == 0) & (column[None, :, None, :] < V)
     o_token = HV * V
     p_o = o + i_head * V + once
+    if SINGLE:
+        # On their way while the slot is. A sequence without a token reads another's.
+        token = tl.minimum(first, tl.maximum(tokens - 1, 0)) if ends is not None else first
+        p_q = q + (token * q_token + i_key * q_head)
+        p_k = k + (token * k_token + i_key * k_head)
+        t_q = row_of(p_q, K, BK, WARPS)
+        t_k = row_of(p_k, K, BK, WARPS)
+        inputs = ()
+        for h in tl.static_range(HEADS):
+            inputs = inputs + (
+                inputs_of(
+                    token, i_head + h, v, g, beta, v_token, v_head, v_column, g_token, g_head, beta_token, beta_head,
+                    channel, column, K, V, PIECES, STEP, MASKED, DECAY,
+                ),
+            )  # fmt: skip
 
     used = tl.where(live, count, 0)
     blank = tl.broadcast_to(tl.where(wrong, float("nan"), 0.0), once.shape).to(o.dtype.element_ty)
@@ -237,72 +246,56 @@ def step(
     if used == 0:
         return
 
-    at = tl.load(cursor + slot)
-    stored = has_state(i_seq, fresh) & (at >= 0)
-    if at < 0:  # noqa: SIM102 - an atomic belongs into one branch only
-        # Every program has to find a cursor of a slot without a state before it says that there is one. So each takes
-        # one off, and who finds that all others have writes it.
-        if tl.atomic_add(cursor + slot, -1) == -PROGRAMS:
-            tl.store(cursor + slot, 0)
-
-    # All loads of the states first: their latency is paid once.
+    # All loads of the states before the first is waited for, and before it is known whether there is a state.
     row = slot * HV + i_head
     raw = ()
     steps = ()
     for h in tl.static_range(HEADS):
         raw = raw + (
-            load_codes(
-                codes + (row + h) * HEAD_CODES, channel, column, stored, K, V, VECTOR, PIECES, STEP, FORMAT
-            ),
-        )  # fmt: skip
+            load_codes(codes + (row + h) * HEAD_CODES, channel, column, has, K, V, VECTOR, PIECES, STEP, FORMAT),
+        )
         steps = steps + (
             load_steps(
                 scales + (row + h) * HEAD_SCALES if HEAD_SCALES else None,
                 blocks + (row + h) * HEAD_BLOCKS if HEAD_BLOCKS else None,
-                channel, column, i_block * WIDTH, stored, K, V, WIDTH, PIECES, STEP, FORMAT, BLOCK_K, BLOCK_V, VECTOR,
+                channel, column, i_block * WIDTH, has, K, V, WIDTH, PIECES, STEP, FORMAT, BLOCK_K, BLOCK_V, VECTOR,
             ),
         )  # fmt: skip
+    at = tl.load(cursor + slot)
+    stored = has & (at >= 0)
 
     if SINGLE:
-        b_k, b_q, dot_kq = _pair(
-            first, i_key, q, k, scale, q_token, q_head, k_token, k_head, channel, K, BK, PIECES, STEP, WARPS, MASKED,
-            NORM,
-        )  # fmt: skip
-        values = ()
-        gates = ()
-        for h in tl.static_range(HEADS):
-            p_v = v + (first * v_token + (i_head + h) * v_head) + column * v_column
-            values = values + (tl.load(p_v, mask=inside, other=0.0).to(tl.float32),)
-            gates = gates + (
-                _gates(
-                    first, i_head + h, g, beta, a_log, bias, bound, g_token, g_head, beta_token, beta_head, channel, K,
-                    PIECES, STEP, MASKED, DECAY, GATE, SIGMOID,
-                ),
-            )  # fmt: skip
+        b_k, b_q, dot_kq = _pair(p_q, p_k, t_q, t_k, scale, channel, K, PIECES, STEP, WARPS, MASKED, NORM)
     for h in tl.static_range(HEADS):
-        S = decoded(raw[h], steps[h], channel, PIECES, FORMAT, FAST)
+        S = decoded(raw[h], steps[h], stored, channel, PIECES, FORMAT, FAST)
         if SINGLE:
+            decay, strength = _gates(
+                inputs[h], i_head + h, a_log, bias, bound, channel, K, PIECES, STEP, DECAY, GATE, BETA, SIGMOID
+            )
             S, read = _advanced(
-                S, b_k, b_q, dot_kq, values[h], gates[h][0], gates[h][1], PIECES, STEP, FLIP, DELTA, DECAY,
-                beta is not None, FORMAT, BLOCK_K, BLOCK_V, AFTER, AFTER,
+                S, b_k, b_q, dot_kq, inputs[h][0].to(tl.float32), decay, strength, PIECES, STEP, FLIP, DELTA, DECAY,
+                BETA, FORMAT, BLOCK_K, BLOCK_V, AFTER, AFTER,
             )  # fmt: skip
             read = tl.broadcast_to(read[None, :, None, :], once.shape).to(o.dtype.element_ty)
             tl.store(p_o + (first * o_token + h * V), read, mask=write_once)
         else:
             for t in range(used):
                 token = first + t
+                p_q = q + (token * q_token + i_key * q_head)
+                p_k = k + (token * k_token + i_key * k_head)
                 b_k, b_q, dot_kq = _pair(
-                    token, i_key, q, k, scale, q_token, q_head, k_token, k_head, channel, K, BK, PIECES, STEP, WARPS,
-                    MASKED, NORM,
+                    p_q, p_k, row_of(p_q, K, BK, WARPS), row_of(p_k, K, BK, WARPS), scale, channel, K, PIECES, STEP,
+                    WARPS, MASKED, NORM,
                 )  # fmt: skip
-                p_v = v + (token * v_token + (i_head + h) * v_head) + column * v_column
-                b_v = tl.load(p_v, mask=inside, other=0.0).to(tl.float32)
+                x = inputs_of(
+                    token, i_head + h, v, g, beta, v_token, v_head, v_column, g_token, g_head, beta_token, beta_head,
+                    channel, column, K, V, PIECES, STEP, MASKED, DECAY,
+                )  # fmt: skip
                 decay, strength = _gates(
-                    token, i_head + h, g, beta, a_log, bias, bound, g_token, g_head, beta_token, beta_head, channel, K,
-                    PIECES, STEP, MASKED, DECAY, GATE, SIGMOID,
-                )  # fmt: skip
+                    x, i_head + h, a_log, bias, bound, channel, K, PIECES, STEP, DECAY, GATE, BETA, SIGMOID
+                )
                 S, read = _advanced(
-                    S, b_k, b_q, dot_kq, b_v, decay, strength, PIECES, STEP, FLIP, DELTA, DECAY, beta is not None,
+                    S, b_k, b_q, dot_kq, x[0].to(tl.float32), decay, strength, PIECES, STEP, FLIP, DELTA, DECAY, BETA,
                     FORMAT, BLOCK_K, BLOCK_V, AFTER, True,
                 )  # fmt: skip
                 read = tl.broadcast_to(read[None, :, None, :], once.shape).to(o.dtype.element_ty)
@@ -314,3 +307,8 @@ def step(
             blocks + (row + h) * HEAD_BLOCKS if HEAD_BLOCKS else None, S, channel, column, i_block * WIDTH, K, V, WIDTH,
             LANES, PIECES, STEP, VECTOR, FLIP, FORMAT, BLOCK_K, BLOCK_V, FAST,
         )  # fmt: skip
+    if at < 0:  # noqa: SIM102 - an atomic belongs into one branch only
+        # Every program has to find a cursor of a slot without a state before it says that there is one. So each takes
+        # one off, and who finds that all others have writes it.
+        if tl.atomic_add(cursor + slot, -1) == -PROGRAMS:
+            tl.store(cursor + slot, 0)

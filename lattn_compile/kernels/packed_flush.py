@@ -2,6 +2,7 @@
 
 # Triton's language, not Python: no annotations but constants, tuples grow, conditions on constants stand alone.
 # mypy: ignore-errors
+# ruff: noqa: RUF005
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ import triton
 import triton.language as tl
 
 from lattn_compile.kernels.common.inputs import exp
-from lattn_compile.kernels.common.packed_gates import exps, log_decays_of
+from lattn_compile.kernels.common.packed_gates import decay_of, exps, log_decays_of, strength_of
 from lattn_compile.kernels.common.packed_rows import slot_of
 from lattn_compile.kernels.common.packed_tiles import decoded, load_codes, load_steps
 from lattn_compile.kernels.common.pieces import columns, dot, key_channels, scaled
 from lattn_compile.kernels.decode_codec import quantize
 from lattn_compile.kernels.packed_write import keys, updated, write_back
 
-__all__ = ["flush", "start", "store", "ticket", "walked"]
+__all__ = ["end", "flush", "ticket"]
 
 
 @triton.jit
@@ -36,9 +37,127 @@ def ticket(cursor, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
-def walked(
+def _added(
     S,
     records,
+    now,
+    p_k,
+    p_u,
+    p_g,
+    channel,
+    column,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    MASKED: tl.constexpr,
+    DECAY: tl.constexpr,
+):
+    """A state that decays up to now, with what `records` records of a slot's ring have added and what is left of it.
+
+    `now`: the logarithm of the decay after the last record, a number or pieces. The last record first: what decays is
+    then a record and not the state, by one exponential of a sum.
+    """
+    if DECAY == 1:
+        total = now
+        for i in range(records):
+            total += tl.load(p_g + i * HV)
+        S = scaled(S, exp(total), False, PIECES)
+        later = now
+        n = tl.maximum(records - 1, 0)
+        n_k = keys(p_k + n * (H * K), 1.0, 1.0, channel, K, PIECES, STEP, MASKED)
+        n_u = tl.load(p_u + n * (HV * V) + column, mask=column < V, other=0.0)
+        n_g = tl.load(p_g + n * HV)
+        for i in range(records):
+            b_k = n_k
+            u = n_u * exp(later)
+            later += n_g
+            # The next one is on its way while this one is added; after the last it is loaded again.
+            n = tl.maximum(records - 2 - i, 0)
+            n_k = keys(p_k + n * (H * K), 1.0, 1.0, channel, K, PIECES, STEP, MASKED)
+            n_u = tl.load(p_u + n * (HV * V) + column, mask=column < V, other=0.0)
+            n_g = tl.load(p_g + n * HV)
+            S = updated(S, b_k, u, PIECES)
+    else:
+        for i in range(records):
+            b_k = keys(p_k + i * (H * K), 1.0, 1.0, channel, K, PIECES, STEP, MASKED)
+            if DECAY == 2:
+                g = keys(p_g + i * (HV * K), 1.0, 1.0, channel, K, PIECES, STEP, MASKED)
+                S = scaled(S, exps(g, PIECES), True, PIECES)
+            u = tl.load(p_u + i * (HV * V) + column, mask=column < V, other=0.0)
+            S = updated(S, b_k, u, PIECES)
+        if DECAY == 2:
+            S = scaled(S, exps(now, PIECES), True, PIECES)
+    return S
+
+
+@triton.jit
+def _recurred(
+    S,
+    records,
+    now,
+    p_k,
+    p_g,
+    p_v,
+    p_beta,
+    channel,
+    column,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    FLIP: tl.constexpr,
+    MASKED: tl.constexpr,
+    DELTA: tl.constexpr,
+    DECAY: tl.constexpr,
+):
+    """As `_added`, by the recurrence from the raw v and beta."""
+    n_k = keys(p_k, 1.0, 1.0, channel, K, PIECES, STEP, MASKED)
+    n_v = tl.load(p_v + column, mask=column < V, other=0.0)
+    n_g = 0.0
+    if DECAY == 1:
+        n_g = tl.load(p_g)
+    n_beta = 1.0
+    if p_beta is not None:
+        n_beta = tl.load(p_beta)
+    for i in range(records):
+        b_k = n_k
+        u = n_v
+        strength = n_beta
+        if DECAY == 1:
+            S = scaled(S, exp(n_g), False, PIECES)
+        if DECAY == 2:
+            g = keys(p_g + i * (HV * K), 1.0, 1.0, channel, K, PIECES, STEP, MASKED)
+            S = scaled(S, exps(g, PIECES), True, PIECES)
+        # The next one is on its way while this one is added; after the last it is loaded again.
+        n = tl.minimum(i + 1, records - 1)
+        n_k = keys(p_k + n * (H * K), 1.0, 1.0, channel, K, PIECES, STEP, MASKED)
+        n_v = tl.load(p_v + n * (HV * V) + column, mask=column < V, other=0.0)
+        if DECAY == 1:
+            n_g = tl.load(p_g + n * HV)
+        if p_beta is not None:
+            n_beta = tl.load(p_beta + n * HV)
+        if DELTA:
+            u = u - dot(S, b_k, PIECES, FLIP)
+        if p_beta is not None:
+            u = strength * u
+        S = updated(S, b_k, u, PIECES)
+    if DECAY == 1:
+        S = scaled(S, exp(now), False, PIECES)
+    if DECAY == 2:
+        S = scaled(S, exps(now, PIECES), True, PIECES)
+    return S
+
+
+@triton.jit
+def _walked(
+    S,
+    records,
+    now,
     p_k,
     p_u,
     p_g,
@@ -58,27 +177,15 @@ def walked(
     DECAY: tl.constexpr,
     TWO: tl.constexpr,
 ):
-    """The state after `records` records of a slot's ring, of which one head's begin at the pointers.
-
-    TWO: the recurrence from the raw v and beta; else what was added is in u.
-    """
-    for i in range(records):
-        b_k = keys(p_k + i * (H * K), 1.0, 1.0, channel, K, PIECES, STEP, MASKED)
-        if DECAY == 1:
-            S = scaled(S, exp(tl.load(p_g + i * HV)), False, PIECES)
-        if DECAY == 2:
-            g = log_decays_of(p_g + i * (HV * K), None, None, 0.0, 0, channel, K, PIECES, STEP, MASKED, 0)
-            S = scaled(S, exps(g, PIECES), True, PIECES)
-        if TWO:
-            u = tl.load(p_v + i * (HV * V) + column, mask=column < V, other=0.0)
-            if DELTA:
-                u = u - dot(S, b_k, PIECES, FLIP)
-            if p_beta is not None:
-                u = tl.load(p_beta + i * HV) * u
-        else:
-            u = tl.load(p_u + i * (HV * V) + column, mask=column < V, other=0.0)
-        S = updated(S, b_k, u, PIECES)
-    return S
+    if TWO:
+        return _recurred(
+            S, records, now, p_k, p_g, p_v, p_beta, channel, column, H, HV, K, V, PIECES, STEP, FLIP, MASKED, DELTA,
+            DECAY,
+        )  # fmt: skip
+    else:
+        return _added(
+            S, records, now, p_k, p_u, p_g, channel, column, H, HV, K, V, PIECES, STEP, MASKED, DECAY
+        )  # fmt: skip
 
 
 @triton.jit
@@ -106,7 +213,7 @@ def start(
     steps = load_steps(
         scales, blocks, channel, column, first, inside, K, V, WIDTH, PIECES, STEP, FORMAT, BLOCK_K, BLOCK_V, VECTOR
     )
-    return decoded(raw, steps, channel, PIECES, FORMAT, FAST)
+    return decoded(raw, steps, inside, channel, PIECES, FORMAT, FAST)
 
 
 @triton.jit
@@ -154,6 +261,101 @@ def store(
             codes, scales, blocks, S, channel, column, first, K, V, WIDTH, LANES, PIECES, STEP, VECTOR, FLIP, FORMAT,
             BLOCK_K, BLOCK_V, FAST,
         )  # fmt: skip
+
+
+@triton.jit
+def end(
+    u,
+    x,
+    p_q,
+    p_k,
+    by_q,
+    by_k,
+    p_codes,
+    p_scales,
+    p_blocks,
+    p_read,
+    p_read_scales,
+    p_read_blocks,
+    ring_k,
+    ring_u,
+    ring_g,
+    ring_v,
+    ring_beta,
+    c,
+    known,
+    stays,
+    head,
+    i_block,
+    a_log,
+    bias,
+    bound,
+    channel,
+    column,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    VECTOR: tl.constexpr,
+    FLIP: tl.constexpr,
+    DELTA: tl.constexpr,
+    DECAY: tl.constexpr,
+    BETA: tl.constexpr,
+    GATE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    ANCHOR: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    AFTER: tl.constexpr,
+    FAST: tl.constexpr,
+    TWO: tl.constexpr,
+):
+    """The window's end, for one head: its records and this token into the state; or zeros under the first record of a
+    state that nobody has stored. Returns the output of a readout after the write, else 0.
+
+    It happens seldom, so all is fetched anew and nothing of it occupies registers before.
+    """
+    MASKED: tl.constexpr = LANES * PIECES * STEP != K
+    b_k = keys(p_k, by_k, 1.0, channel, K, PIECES, STEP, MASKED)
+    if TWO:
+        S = start(
+            p_codes, None, None, channel, column, 0, known, K, V, WIDTH, VECTOR, PIECES, STEP, ANCHOR, 1, 1, False
+        )
+    else:
+        S = start(
+            p_codes, p_scales, p_blocks, channel, column, i_block * WIDTH, known, K, V, WIDTH, VECTOR, PIECES, STEP,
+            FORMAT, BLOCK_K, BLOCK_V, FAST,
+        )  # fmt: skip
+    now = 0.0
+    if DECAY == 1:
+        now = decay_of(x[1], a_log, bias, bound, head, GATE)
+    if DECAY == 2:
+        now = log_decays_of(x[1], a_log, bias, bound, head, channel, K, PIECES, STEP, GATE)
+    S = _walked(
+        S, tl.where(stays, 0, c), now, ring_k, ring_u, ring_g, ring_v, ring_beta, channel, column, H, HV, K, V, PIECES,
+        STEP, FLIP, MASKED, DELTA, DECAY, TWO,
+    )  # fmt: skip
+    if TWO:
+        u = x[0].to(tl.float32)
+        if DELTA:
+            u = u - dot(S, b_k, PIECES, FLIP)
+        if BETA:
+            u = strength_of(x[2], SIGMOID) * u
+    S = updated(S, b_k, tl.where(stays, 0.0, u), PIECES)
+    store(
+        p_codes, p_scales, p_blocks, p_read, p_read_scales, p_read_blocks, S, channel, column, i_block * WIDTH, K, V,
+        WIDTH, LANES, PIECES, STEP, VECTOR, FLIP, ANCHOR, FORMAT, BLOCK_K, BLOCK_V, FAST, TWO,
+    )  # fmt: skip
+    if AFTER:
+        S, _, _ = quantize(S, FORMAT, BLOCK_K, BLOCK_V, PIECES, STEP, FLIP)
+        return dot(S, keys(p_q, by_q, 1.0, channel, K, PIECES, STEP, MASKED), PIECES, FLIP)
+    else:
+        return 0.0
 
 
 @triton.jit(do_not_specialize=["sequences", "slots", "padding"])
@@ -240,8 +442,13 @@ def flush(
             FORMAT,
             BLOCK_K, BLOCK_V, FAST,
         )  # fmt: skip
-    S = walked(
-        S, at, ring_k + slot * (WINDOW - 1) * (H * K) + head // (HV // H) * K, ring_u + at_head * V,
+    now = 0.0
+    if DECAY == 2:
+        now = ()
+        for _piece in tl.static_range(PIECES):
+            now = now + (tl.zeros(channel.shape, tl.float32),)
+    S = _walked(
+        S, at, now, ring_k + slot * (WINDOW - 1) * (H * K) + head // (HV // H) * K, ring_u + at_head * V,
         ring_g + at_head * (K if DECAY == 2 else 1) if DECAY else None, ring_v + at_head * V if TWO else None,
         ring_beta + at_head if ring_beta is not None else None, channel, column, H, HV, K, V, PIECES, STEP, FLIP,
         MASKED, DELTA, DECAY, TWO,

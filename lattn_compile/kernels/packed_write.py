@@ -9,10 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lattn_compile.kernels.common.packed_tiles import store_int8, store_plain
+from lattn_compile.kernels.common.codec import round_codes
+from lattn_compile.kernels.common.packed_rows import channels
+from lattn_compile.kernels.common.packed_tiles import store_plain
 from lattn_compile.kernels.common.pieces import over_channels
 from lattn_compile.kernels.decode_checkpoints import keep
-from lattn_compile.kernels.decode_codec import quantize
+from lattn_compile.kernels.decode_codec import tile_scales
 
 __all__ = ["keys", "updated", "write_back"]
 
@@ -20,14 +22,10 @@ __all__ = ["keys", "updated", "write_back"]
 @triton.jit
 def keys(p, norm, scale, channel, K: tl.constexpr, PIECES: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr):
     """A vector of key channels in pieces, fp32, times two factors, one after the other."""
-    at = p + channel
+    x = channels(p, channel, K, PIECES, STEP, MASKED)
     out = ()
     for i in tl.static_range(PIECES):
-        if MASKED:
-            x = tl.load(at + i * STEP, mask=channel + i * STEP < K, other=0.0)
-        else:
-            x = tl.load(at + i * STEP)
-        out = out + (x.to(tl.float32) * norm * scale,)
+        out = out + (x[i].to(tl.float32) * norm * scale,)
     return out
 
 
@@ -38,6 +36,100 @@ def updated(S, k, u, PIECES: tl.constexpr):
     for i in tl.static_range(PIECES):
         out = out + (tl.fma(over_channels(k[i]), u[None, :, None, :], S[i]),)
     return out
+
+
+@triton.jit
+def _int8_bytes(shifted, keep):
+    """Bytes of what `round_codes` of int8 returned second, four at a time."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high;
+        prmt.b32 low, $1, $2, 0x0040;
+        prmt.b32 high, $3, $4, 0x0040;
+        prmt.b32 low, low, high, 0x5410;
+        lop3.b32 $0, low, 0x80808080, $5, 0x28;
+        }
+        """,
+        "=r,r,r,r,r,r,r,r,r",
+        [shifted.to(tl.int32, bitcast=True), keep],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _fp8_bytes(y, keep):
+    """Bytes of the E4M3 numbers next to scaled values, ties to even, four at a time."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 low, high;
+        .reg .b32 bytes;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 bytes, {low, high};
+        and.b32 $0, bytes, $5;
+        }
+        """,
+        "=r,f,f,f,f,r,r,r,r",
+        [y, keep],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def store_bytes(
+    p,
+    p_scales,
+    S,
+    channel,
+    column,
+    first,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    FLIP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Rounds one head's state to int8 or fp8 and stores it, where FAST holds."""
+    EACH: tl.constexpr = BLOCK_V % 4 != 0  # four values are not of one tile
+    steps, inverses, zeros = tile_scales(S, FORMAT, BLOCK_K, BLOCK_V, PIECES, STEP, FLIP)
+    COUNT: tl.constexpr = PIECES // len(steps)
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    k = channel[:, None, :, None]
+    v = column[None, :, None, :]
+    place = p + tl.max_contiguous(k * V + v, (1, 1, 1, VECTOR))
+    for tile in tl.static_range(len(steps)):
+        if BLOCK_K >= K and BLOCK_V >= WIDTH:
+            tl.store(p_scales + first // BLOCK_V, steps[tile])
+        else:
+            row = k + tile * COUNT * STEP
+            mine = (row % BLOCK_K == 0) & (v % BLOCK_V == 0) & (row < K) & (v < V)
+            at = row // BLOCK_K * TILES + v // BLOCK_V
+            tl.store(p_scales + at, tl.broadcast_to(steps[tile], S[0].shape), mask=mine)
+        step = tl.broadcast_to(steps[tile], S[0].shape)
+        # A tile that is NaN has codes of 0: its scale says so.
+        finite = step == step
+        bits = tl.where(EACH | finite, -1, 0)
+        for i in tl.static_range(tile * COUNT, (tile + 1) * COUNT):
+            y = tl.fma(S[i], inverses[tile], zeros[tile])
+            if EACH:
+                y = tl.where(finite, y, 0.0)
+            if FORMAT == "int8":
+                _, shifted = round_codes(y, FORMAT)
+                bytes4 = _int8_bytes(shifted, bits)
+            else:
+                bytes4 = _fp8_bytes(y, bits)
+            tl.store(place + i * STEP * V, bytes4, mask=(k + i * STEP < K) & (v < V))
 
 
 @triton.jit
@@ -65,10 +157,10 @@ def write_back(
     """Rounds one head's state and stores its codes and scales. `first`: the program's first column, of WIDTH."""
     if FORMAT == "" or FORMAT == "bf16" or FORMAT == "fp16":
         store_plain(p_codes, S, channel, column, K, V, VECTOR, PIECES, STEP)
-    elif FORMAT == "int8" and FAST:
-        _, codes, steps = quantize(S, FORMAT, BLOCK_K, BLOCK_V, PIECES, STEP, FLIP)
-        store_int8(
-            p_codes, p_scales, codes, steps, channel, column, first, K, V, WIDTH, VECTOR, PIECES, STEP, BLOCK_K, BLOCK_V
+    elif FAST:
+        store_bytes(
+            p_codes, p_scales, S, channel, column, first, K, V, WIDTH, VECTOR, PIECES, STEP, FLIP, FORMAT, BLOCK_K,
+            BLOCK_V,
         )  # fmt: skip
     else:
         keep(

@@ -1,14 +1,19 @@
 """torch's private interfaces for a Triton kernel of ours inside a graph: how it is written there and how it is built.
 
 Inductor takes a user's kernel over: its source and that of what it calls go into the generated module, with its warps
-and stages. Three things get lost there that are a matter of numbers, or of compiling at all, and are put right for our
+and stages. Some things get lost there that are a matter of numbers, or of compiling at all, and are put right for our
 kernels alone, where `PythonWrapperCodegen` writes one down:
 
 * `enable_fp_fusion`, which Inductor's launcher knows (of its own kernels) and its writer does not;
 * floats are fp32 to Triton, and fp64 to Inductor;
+* a number that happens to be 1 becomes a constant, also where the kernel says `do_not_specialize`;
 * functions that go by another name where they are called, and functions or constants of the same name in two files.
 
-Tested on torch 2.13 and Triton 3.7.
+What a kernel writes to is read off its intermediate code, anew for every launch and several times each; here once for
+launches that differ in numbers only. On torch 2.11 that reading takes all numbers for constants, which no kernel has to
+bear, and of a kernel that does not, torch says that it writes to all of its tensors, so that they are copied.
+
+Tested on torch 2.11 with Triton 3.6 and torch 2.13 with Triton 3.7.
 """
 
 from __future__ import annotations
@@ -16,17 +21,31 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import sympy
 import torch
 from torch import fx
 from torch.library import wrap_triton
 
 from lattn_compile.errors import LattnError
+from lattn_compile.kernels.common.launch import recording
 
-__all__ = ["functional", "implementation", "kept", "launches", "self_contained", "written"]
+__all__ = [
+    "arguments",
+    "functional",
+    "implementation",
+    "inserted",
+    "kept",
+    "launches",
+    "relaunch",
+    "self_contained",
+    "sorted_again",
+    "written",
+]
 
 _OURS: dict[Any, bool] = {}
 """Functions of kernels that were written, and whether the compiler may contract their products and sums."""
@@ -64,10 +83,59 @@ def kept() -> Any:
     return op
 
 
-def launches(graph: fx.Graph) -> list[tuple[fx.Node, dict[str, Any]]]:
-    """Nodes of `graph` that launch a user's kernel and return what it wrote, with its arguments by name."""
+def launches(graph: fx.Graph, kernel: Any | None = None) -> list[tuple[fx.Node, dict[str, Any]]]:
+    """Nodes of `graph` that launch a user's kernel, or this one, and return what it wrote, with what it is given in the
+    graph, by name."""
     op = torch.ops.higher_order.triton_kernel_wrapper_functional
-    return [(node, dict(node.kwargs["kwargs"])) for node in graph.find_nodes(op="call_function", target=op)]
+    nodes = graph.find_nodes(op="call_function", target=op)
+    return [(node, dict(node.kwargs["kwargs"])) for node in nodes if kernel is None or _kernel_of(node) is kernel]
+
+
+def _kernel_of(node: fx.Node) -> Any:
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
+    return kernel if _is_function(kernel) else kernel.fn  # type: ignore[attr-defined]
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """All that a launch is given, by name. (`kernel_side_table`)"""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    beside = kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])  # type: ignore[arg-type]
+    return {**beside, **node.kwargs["kwargs"]}  # type: ignore[dict-item]
+
+
+def relaunch(node: fx.Node, arguments: dict[str, Any]) -> None:
+    """Gives a launch other arguments, of which it writes to the same."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    in_graph = {k: x for k, x in arguments.items() if isinstance(x, (fx.Node, int, float))}
+    index = kernel_side_table.add_constant_args({k: x for k, x in arguments.items() if k not in in_graph})
+    node.kwargs = {**node.kwargs, "kwargs": in_graph, "constant_args_idx": index}
+    if "eager_input_vals" in node.meta:  # the layouts that a launch may count on
+        node.meta["eager_input_vals"] = ((), fx.map_arg(node.kwargs, lambda x: x.meta["val"]))
+
+
+def inserted(graph: fx.Graph, place: fx.Node, function: Callable[..., Any], nodes: list[fx.Node]) -> Any:
+    """What `function` of these nodes returns, written into `graph` before `place`. For Inductor, after all passes."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    values = [x.meta["val"] for x in nodes]
+    with values[0].fake_mode, recording(written):
+        traced = make_fx(functional(function), decomposition_table=select_decomp_table())(*values)
+    traced.graph.eliminate_dead_code()
+    by_node = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes, strict=True))
+    with graph.inserting_before(place):
+        return graph.graph_copy(traced.graph, by_node)
+
+
+def sorted_again(graph: fx.Graph) -> None:
+    """Puts nodes behind what they read, and leaves them in their order else. (`pattern_matcher`)"""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)
 
 
 def implementation(op: Any) -> Callable[..., Any]:
@@ -104,10 +172,66 @@ def _take_over_writing() -> None:
     def define(self: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         if kernel.fn not in _OURS:
             return original(self, kernel, *args, **kwargs)
+        configs, values, *rest = args
+        values = {**values, **{name: _Number(values[name]) for name in _general(kernel, values)}}
         with _as_ours(self, fusion=_OURS[kernel.fn]):
-            return original(self, kernel, *args, **kwargs)
+            return original(self, kernel, configs, values, *rest, **kwargs)
 
     PythonWrapperCodegen.define_user_defined_triton_kernel = define  # type: ignore[method-assign]
+    _take_over_reading()
+
+
+class _Number(int):
+    """A number that is not looked at when a kernel is compiled."""
+
+
+def _general(kernel: Any, values: dict[str, Any]) -> list[str]:
+    """Numbers among a launch's arguments that its kernel is not to be specialised for."""
+    return [
+        p.name for p in kernel.params if p.do_not_specialize and isinstance(values.get(p.name), (int, sympy.Integer))
+    ]
+
+
+def _take_over_reading() -> None:
+    from torch._higher_order_ops import triton_kernel_wrap as module
+
+    name = next(x for x in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(module, x))
+    original = getattr(module, name)
+    known: dict[Any, Any] = {}
+
+    @functools.wraps(original)
+    def read(kernel: Any, values: dict[str, Any], *rest: Any) -> Any:
+        jitted = kernel if _is_function(kernel) else kernel.fn
+        if jitted.fn not in _OURS:
+            return original(kernel, values, *rest)
+        constants = {p.name for p in jitted.params if p.is_constexpr}
+        kinds = ((k, repr(x) if k in constants or x is None else _kind(x)) for k, x in sorted(values.items()))
+        key = (jitted.fn, *kinds)
+        if key not in known:
+            with _numbers_vary():
+                known[key] = original(kernel, values, *rest)
+        return known[key]
+
+    setattr(module, name, read)
+
+
+def _kind(x: Any) -> Any:
+    dtype = getattr(x, "dtype", None)
+    return ("tensor", dtype) if isinstance(dtype, torch.dtype) else isinstance(x, (float, torch.SymFloat))
+
+
+@contextlib.contextmanager
+def _numbers_vary() -> Iterator[None]:
+    """Inside, arguments of a kernel are constants only where it says so, or where there are none."""
+    source = importlib.import_module("triton.compiler.compiler").ASTSource
+    original = source.__init__
+
+    def begin(self: Any, kernel: Any, signature: Any, constants: Any, *rest: Any) -> None:
+        own = {p.name for p in kernel.params if p.is_constexpr}
+        original(self, kernel, signature, {k: x for k, x in constants.items() if k in own or x is None}, *rest)
+
+    with mock.patch.object(source, "__init__", begin):
+        yield
 
 
 @contextlib.contextmanager
@@ -128,8 +252,14 @@ def _as_ours(wrapper: Any, *, fusion: bool) -> Iterator[None]:
         return define_kernel(name, body.replace(seen, f"{seen}'enable_fp_fusion': {fusion}, ", 1), *rest, **more)
 
     closure = "user_defined_triton_kernel_transitive_closure_source_code"
+    equal = module.V.graph.sizevars.statically_known_equals
+
+    def known_equal(left: Any, right: Any) -> bool:
+        return not isinstance(left, _Number) and equal(left, right)
+
     with (
         mock.patch.object(wrapper, "define_kernel", define),
+        mock.patch.object(module.V.graph.sizevars, "statically_known_equals", known_equal),
         mock.patch.object(module, closure, lambda kernel, epilogue=None: self_contained(kernel)),
         config.patch(_use_fp64_for_unbacked_floats=False),
     ):
@@ -159,6 +289,20 @@ def self_contained(kernel: Any) -> str:
     return "\n\n".join([source, *parts])
 
 
+class _Known(ast.NodeTransformer):
+    """Answers in the place of questions about the device: a process that only compiles has none to ask."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names = names
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        asked = self._names.get(node.func.id) if isinstance(node.func, ast.Name) else None
+        if getattr(asked, "__module__", "") != "triton.language.target_info":
+            return self.generic_visit(node)
+        answer = asked(*map(ast.literal_eval, node.args))  # type: ignore[misc]
+        return ast.Constant(getattr(answer, "value", answer))
+
+
 def _is_function(value: Any) -> bool:
     return type(value).__name__ == "JITFunction"
 
@@ -179,6 +323,7 @@ def _definition(own: str, value: Any, name_of: Callable[[Any, str], str], taken:
     assert isinstance(tree, ast.FunctionDef)
     code, around = value.fn.__code__, value.fn.__globals__
     local = {*code.co_varnames, *code.co_cellvars}
+    tree = _Known(around).visit(tree)
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Name)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from lattn_compile.lowering import gpu
-from lattn_compile.lowering.around import folded
+from lattn_compile.lowering.around import folded, folded_into_a_kernel
 from lattn_compile.lowering.conv import short_convolution
 from lattn_compile.lowering.packed import packed_step, takes_packed_step
 from lattn_compile.lowering.step import decode_step, is_one_token
@@ -83,9 +83,15 @@ def name_kernels(report: Report, nodes: list[fx.Node]) -> None:
         for lowering in LOWERINGS:
             if node.target is lowering.op and lowering.takes is not None and _takes(lowering.takes, node):
                 site = report.sites[i]
-                around = folded(node) if lowering.kernel == INDUCTOR else ()
+                around = folded(node) if lowering.kernel == INDUCTOR else _in_a_kernel(node)
                 report.sites[i] = dataclasses.replace(site, kernel=lowering.kernel, folded=(*site.folded, *around))
                 break
+
+
+def _in_a_kernel(node: fx.Node) -> tuple[str, ...]:
+    q = _value(node.args[0])
+    one = node.target is torch.ops.lattn.decode.default and q.shape[1] == 1
+    return folded_into_a_kernel(node) if one else ()
 
 
 def _takes(takes: Callable[[Tensors, dict[str, Any]], bool], node: fx.Node) -> bool:

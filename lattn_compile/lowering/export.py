@@ -22,8 +22,8 @@ _SEQUENCES = (
 )
 
 _KEPT = {
-    "decode": "one length for all sequences, all of them suffix, on a CPU; rounding to nearest without feedback, "
-    "rotation or gate; a policy's kernel='auto'",
+    "decode": "one length for all sequences, all of them suffix, on a CPU or, of one token, on a GPU; rounding to "
+    "nearest without feedback, rotation or gate; a policy's kernel='auto'",
     "chunk": "one length for all sequences, on a CPU; nothing rounded: neither the state on a grid nor operands of the "
     "prefill, gates or inverse; a policy's kernel='auto'",
 }

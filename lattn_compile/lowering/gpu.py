@@ -6,8 +6,9 @@ Inductor's buffers, small ATen operations between launches fuse with their surro
 launched and recorded (C++ wrapper, AOTInductor, CUDA graphs) like any that Inductor makes. Which form, which tiles and
 which checkpoints follows from shapes and options, as when the op is called: the same kernels get the same arguments.
 
-One token of `lattn::decode` writes the state where it found it, so that a cache that is written in the graph is written
-by the kernel and never copied.
+One token of `lattn::decode` is a kernel of its own (`kernels/decode_step.py`), which writes the state where it found
+it, so that a cache that is written in the graph is written by the kernel and never copied. What stands around it is
+taken into it behind all passes (`post_grad`, `gpu_fold.py`).
 
 What stays a call of the op: sizes that are not known when the graph is compiled (the batch of a decode step may be),
 long training runs of the token loop, whose backward is hundreds of launches and whose encoded checkpoints a kernel
@@ -34,9 +35,11 @@ from lattn_compile.ops.validate import Geometry, Tensors
 
 __all__ = ["LOWERINGS", "PROVEN", "identity", "post_grad", "takes_decode"]
 
-PROVEN: frozenset[str] = frozenset()
-"""Of "decode", "chunk", "replay": what was seen to be right on a GPU in this form. A policy's kernel="auto" gets these
-so, "triton" all."""
+PROVEN = frozenset({"decode"})
+"""Of "decode", "chunk", "replay": what was seen to be right on a GPU in this form (`tests/gpu/lowering_checks.py`). A
+policy's kernel="auto" gets these so, "triton" all. "convolution" and "projection" are what a decode step may take along
+(`gpu_fold.py`): a convolution was seen to give the right logits of one step there, not the next steps', a projection
+was not run."""
 
 _ONE_PIECE = 32
 """Tokens of a `decode` whose backward is one stretch."""
@@ -78,23 +81,39 @@ def decode(*tensors: Any, **options: Any) -> Any:
 
 
 def _decode(*tensors: Any, **options: Any) -> tuple[Tensor, ...]:
-    if Tensors(*tensors).q.shape[1] != 1:
+    t, chosen = Tensors(*tensors), DecodeOptions(**options)
+    if t.q.shape[1] != 1:
         return _own(torch.ops.lattn.decode.default, *tensors, **options)
+    geometry, shared = chosen.checked(t)
+    ragged = t.cu_seqlens is not None or t.sequence_lengths is not None
+    handed_over = t.prefix_lengths is None and t.cursor is None
+    if not ragged and 0 not in geometry.state_shape and (shared.quantize is None or handed_over):
+        return _step(t, geometry, shared, chosen)
     # The op's own host side, but that nobody fills memory which is written whole, and that the state stays in
     # its place.
     from lattn_compile.kernels import decode as kernel
 
-    t, chosen = Tensors(*tensors), DecodeOptions(**options)
-    geometry, shared = chosen.checked(t)
     p = plan(t, geometry, shared, chunk_size=None)
     shape = (geometry.flat_tokens, *t.v.shape[2:])
-    ragged = t.cu_seqlens is not None or t.sequence_lengths is not None
     o = t.q.new_zeros(shape) if ragged else t.q.new_empty(shape)
     checkpoints = empty_checkpoints(t, geometry, shared.quantize, chosen.checkpoint_every)
     rows, every = checkpoint_rows(checkpoints, geometry, shared.quantize, chosen.checkpoint_every)
     state = prefix_forward(p, shared, o)
     state = kernel.forward(*p.flat, state, p.begin, p.length, o, rows, every, **shared.suffix(), in_place=True)
     return o.view(t.v.shape), state, checkpoints
+
+
+def _step(t: Tensors, geometry: Geometry, shared: Options, chosen: DecodeOptions) -> tuple[Tensor, ...]:
+    """One token of every sequence, which is a suffix."""
+    from lattn_compile.kernels import decode_step as kernel
+
+    state = t.initial_state
+    state = t.q.new_zeros(geometry.state_shape, dtype=geometry.dtype) if state is None else state.to(geometry.dtype)
+    o = t.q.new_empty((geometry.flat_tokens, *t.v.shape[2:]))
+    q, k, v = (x.flatten(0, 1) for x in (t.q, t.k, t.v))
+    g, beta = (None if x is None else x.flatten(0, 1) for x in (t.g, t.beta))
+    state = kernel.forward(q, k, v, g, beta, state, o, **shared.suffix(), enter=shared.quantize is not None)
+    return o.view(t.v.shape), state, empty_checkpoints(t, geometry, shared.quantize, chosen.checkpoint_every)
 
 
 def decode_backward(*args: Any, **options: Any) -> Any:
@@ -162,9 +181,25 @@ LOWERINGS: tuple[tuple[Any, Callable[..., Any], str, Callable[[Tensors, dict[str
 
 def post_grad(graph: torch.fx.Graph) -> None:
     """What the launches in a graph need of it, behind all other passes."""
+    from lattn_compile.lowering import gpu_fold
     from lattn_compile.lowering.gpu_memory import keep_inputs
 
+    if _steps(graph):
+        gpu_fold.fold_gates(graph)
+        if "convolution" in PROVEN:
+            gpu_fold.fold_convolutions(graph, projections="projection" in PROVEN)
     keep_inputs(graph)
+
+
+def _steps(graph: torch.fx.Graph) -> bool:
+    """Whether it launches one token of a recurrence."""
+    from lattn_compile.lowering import _torch_triton as private
+
+    if not private.launches(graph):
+        return False
+    from lattn_compile.kernels import decode_step
+
+    return bool(private.launches(graph, decode_step.step))
 
 
 def identity() -> str:

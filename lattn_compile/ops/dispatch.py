@@ -34,13 +34,18 @@ TRITON = {
 PACKED = "lattn_compile.kernels.packed"
 """Steps packed rows in place; the reference is `packed/ops.py` itself."""
 
-PROVEN = frozenset({"decode", "replay"})
+PROVEN = frozenset({"decode", "replay", "packed"})
 """Triton forms that hold semantics §8 on a GPU: "auto" takes these, "triton" all. "packed" stands for `PACKED`."""
 
 _PROVEN_WINDOW = 16
 _PROVEN_REPLAY_INPUTS = (torch.float32,)
 """What of replay was seen to. With bf16 inputs, one key repeated with beta 1.9 leaves a float32 state off by 8e-5
 in a window of 16 tokens, where the reference is off by 5e-7."""
+
+_PROVEN_PACKED_INPUTS = (torch.float32, torch.bfloat16)
+_PROVEN_PACKED = frozenset({"", "fp32", "bf16", "fp16", "int8", "fp8_e4m3", "nvfp4"})
+_PROVEN_RINGS = frozenset({"bf16", "int8", "fp8_e4m3"})
+"""What of packed rows was seen to (docs/kernels.md): formats without and with records, "" where nothing is rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +144,9 @@ def packed(implementation: str, work: Work, *, write: str) -> ModuleType | None:
     Raises:
         UnsupportedError: "triton" was asked for and cannot do it.
     """
-    if implementation == "reference" or (implementation == "auto" and "packed" not in PROVEN):
+    if implementation == "reference":
+        return None
+    if implementation == "auto" and not (work.device.type == "cuda" and _is_proven(work)):
         return None
     why = packed_objection(work, write)
     if why is None:
@@ -147,6 +154,14 @@ def packed(implementation: str, work: Work, *, write: str) -> ModuleType | None:
     if implementation == "auto":
         return None
     raise _refused(why)
+
+
+def _is_proven(work: Work) -> bool:
+    """Whether such a step of packed rows was held to semantics §8 on a GPU."""
+    name = "" if work.quantize is None else work.quantize.fmt.name
+    formats = _PROVEN_RINGS if work.window > 1 else _PROVEN_PACKED
+    known = name in formats and work.window <= _PROVEN_WINDOW and work.inputs in _PROVEN_PACKED_INPUTS
+    return "packed" in PROVEN and known
 
 
 def load(form: str, implementation: str, work: Work) -> ModuleType:

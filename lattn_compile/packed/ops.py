@@ -19,6 +19,12 @@ None. sequence_ids int `[N]` key the stochastic rounding, 0 by default.
 `flush_` writes the pending records of the slots (all, or those of state_indices) into the anchor, which is rounded as
 at the end of a window; a slot without records keeps its bits.
 
+Where `raw_gate` or `raw_beta` says so, g and beta are as projections left them (`raw_gates.py`): a_log `[HV]`, dt_bias
+`[HV]` or `[HV, K]`, lower_bound, allow_neg_eigval.
+
+`decode_device_`, `replay_device_` and `flush_device_` are the same, by Triton kernels or not at all. They read no
+value, so Inductor lets a CUDA graph record them; it cuts its graphs around the others.
+
 Values are looked at, and refused, where they lie on a CPU: slots, lengths, cursors and gates. On a device nobody waits
 for them, so a CUDA graph can record a step that Triton kernels serve: a sequence whose slot there is not has NaN for
 outputs and writes nothing, lengths are clamped, and two sequences in one slot are a race.
@@ -31,7 +37,7 @@ same policy. That is why packed and emulated have the same bits. They have no gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -46,10 +52,11 @@ from lattn_compile.ops import dispatch
 from lattn_compile.ops.call import GATE_DTYPES
 from lattn_compile.ops.segments import Segments, split
 from lattn_compile.ops.validate import Geometry, Tensors, check_call, check_gates, check_lengths
-from lattn_compile.packed.layout import Carried, Heads, compute_dtype, handed_over, names, pack, shapes, unpack
+from lattn_compile.packed import raw_gates
+from lattn_compile.packed.layout import Carried, Heads, compute_dtype, names, pack, shapes, unpack
 from lattn_compile.packed.rows import Rows, check_rows, check_slots
 
-__all__ = ["OPS", "OPTIONS", "advance", "checked"]
+__all__ = ["FLUSH", "OPS", "OPTIONS", "advance", "checked", "define", "named"]
 
 OPS = {"exact": "decode_", "token": "decode_", "replay": "replay_", "two_precision": "replay_"}
 """The op of each write mode that has a packed form."""
@@ -70,19 +77,34 @@ OPTIONS = (
 )
 _WINDOW = "int window, str? factors=None, str? anchor=None"
 
-# A reference that reads lengths and slots on the host cannot be recorded by a CUDA graph.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
-for _name, _signature in (
-    ("decode_", f"{_STEP}, *, {OPTIONS}) -> Tensor"),
-    ("replay_", f"{_STEP}, *, {OPTIONS}, {_WINDOW}) -> Tensor"),
-    (
-        "flush_",
-        f'({_STATE}, {_IDENTITY}, *, int[] heads, str decay="none", bool has_beta=False, str rule="delta", '
-        f'{_POLICY}, str implementation="auto", {_ROUNDING}, {_WINDOW}) -> ()',
-    ),
-):
-    torch.library.define(f"lattn::{_name}", _signature, tags=_TAGS)
+def define(name: str, signature: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """`lattn::<name>`, and `lattn::<name>device_`, which Triton kernels serve or nobody does.
+
+    A reference that reads lengths and slots on the host cannot be recorded by a CUDA graph, and an op says once and for
+    all whether it can. So there are two of each.
+    """
+
+    def on_device(*arguments: Any, **options: Any) -> Any:
+        return impl(*arguments, **{**options, "implementation": "triton"})
+
+    torch.library.define(f"lattn::{name}", signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe))
+    torch.library.define(f"lattn::{name}device_", signature, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(f"lattn::{name}", "default", impl)
+    torch.library.impl(f"lattn::{name}device_", "default", on_device)
+    for own in (name, f"{name}device_"):
+        torch.library.register_fake(f"lattn::{own}", fake)
+
+
+_SIGNATURES = {
+    "decode_": f"{_STEP}, *, {OPTIONS}, {raw_gates.ARGUMENTS}) -> Tensor",
+    "replay_": f"{_STEP}, *, {OPTIONS}, {_WINDOW}, {raw_gates.ARGUMENTS}) -> Tensor",
+}
+FLUSH = (
+    f'({_STATE}, {_IDENTITY}, *, int[] heads, str decay="none", bool has_beta=False, str rule="delta", '
+    f'{_POLICY}, str implementation="auto", {_ROUNDING}, {_WINDOW}) -> ()'
+)
+"""The signature of `flush_` (`packed/flush.py`)."""
 
 
 class _Step(NamedTuple):
@@ -103,7 +125,7 @@ class _Step(NamedTuple):
     sequence_ids: Tensor | None
 
 
-def _call(options: dict[str, Any]) -> Call:
+def call_in(options: dict[str, Any]) -> Call:
     return Call(**{name: options[name] for name in Call._fields if name in options})
 
 
@@ -157,7 +179,7 @@ def advance(
     )
 
 
-def _checked(x: _Step, call: Call) -> tuple[Geometry, Heads, dict[str, Tensor]]:
+def _checked(x: _Step, call: Call, raw: raw_gates.Raw | None = None) -> tuple[Geometry, Heads, dict[str, Tensor]]:
     """The sizes of a step, and the stored tensors by name; what needs no values is refused here, at trace time too."""
     t = Tensors(x.q, x.k, x.v, x.g, x.beta, None, x.cu_seqlens, None, x.sequence_lengths, None, None, x.sequence_ids)
     geometry = check_call(t)
@@ -174,7 +196,9 @@ def _checked(x: _Step, call: Call) -> tuple[Geometry, Heads, dict[str, Tensor]]:
             remedy="Make the packed state of a float64 computation with dtype=torch.float64, or convert the inputs.",
         )
     check_rows(x.q.device, x.cursor, x.state_indices, x.has_initial_state, geometry.sequences)
-    _check_position(x.position, x.cursor, call)
+    check_position(x.position, x.cursor, call)
+    if raw is not None:
+        raw.check(x.g, x.beta)
     return geometry, heads, stored
 
 
@@ -193,7 +217,7 @@ def checked(
     Raises:
         ShapeError, DtypeError, SequenceError, StateError: as the ops do before they look at values.
     """
-    return _checked(_Step(q, k, v, g, beta, state, cursor, *[None] * 6), _call(options))
+    return _checked(_Step(q, k, v, g, beta, state, cursor, *[None] * 6), call_in(options))
 
 
 def named(state: Sequence[Tensor], cursor: Tensor, call: Call, heads: Heads) -> dict[str, Tensor]:
@@ -238,7 +262,7 @@ def named(state: Sequence[Tensor], cursor: Tensor, call: Call, heads: Heads) -> 
     return stored
 
 
-def _check_position(position: Tensor | None, cursor: Tensor, call: Call) -> None:
+def check_position(position: Tensor | None, cursor: Tensor, call: Call) -> None:
     if position is None and call.rounding != "stochastic":
         return
     if position is None or position.dtype is not torch.int64 or position.shape != cursor.shape:
@@ -250,7 +274,7 @@ def _check_position(position: Tensor | None, cursor: Tensor, call: Call) -> None
         )
 
 
-def _work(
+def work_of(
     call: Call, device: torch.device, dtype: torch.dtype, heads: Heads, inputs: torch.dtype, site_id: int
 ) -> dispatch.Work:
     """What a kernel for packed rows is chosen by; `quantize` is the state's, in two_precision the read copy's."""
@@ -261,7 +285,7 @@ def _work(
     return dispatch.Work(device, dtype, heads.K, heads.V, quantize, call.factors, call.window or 0, inputs)
 
 
-def _kernel(call: Call, work: dispatch.Work, stored: dict[str, Tensor]) -> ModuleType | None:
+def kernel_of(call: Call, work: dispatch.Work, stored: dict[str, Tensor]) -> ModuleType | None:
     """A kernel that steps packed rows where they lie; None: they are taken out, stepped and put back.
 
     Raises:
@@ -280,7 +304,22 @@ def _kernel(call: Call, work: dispatch.Work, stored: dict[str, Tensor]) -> Modul
     return dispatch.packed(call.implementation, work, write=call.write)
 
 
-def _written(call: Call, work: dispatch.Work) -> dict[str, Any]:
+@torch.compiler.assume_constant_result
+def is_served(
+    call: Call, device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, inputs: torch.dtype
+) -> bool:
+    """Whether `<op>device_` can do such a step of contiguous rows; known when it is traced."""
+    heads = Heads(1, 1, key_dim, value_dim)
+    try:
+        return (
+            dispatch.packed(call.implementation, work_of(call, device, dtype, heads, inputs, 0), write=call.write)
+            is not None
+        )
+    except UnsupportedError:
+        return False
+
+
+def written(call: Call, work: dispatch.Work) -> dict[str, Any]:
     """How a kernel for packed rows writes."""
     window = {"window": call.window, "factors": call.factors, "anchor": call.anchor}
     return {"write": call.write, "quantize": work.quantize, **window}
@@ -301,8 +340,9 @@ def _check_values(x: _Step, geometry: Geometry, call: Call, padding_slot: int) -
 
 
 def _step(*arguments: Any, **options: Any) -> Tensor:
-    x, call = _Step(*arguments), _call(options)
-    geometry, heads, stored = _checked(x, call)
+    x, call = _Step(*arguments), call_in(options)
+    raw = raw_gates.Raw.of(options)
+    geometry, heads, stored = _checked(x, call, raw)
     padding = options.get("padding_slot", -1)
     settings = {
         "rule": options.get("rule", "delta"),
@@ -311,14 +351,20 @@ def _step(*arguments: Any, **options: Any) -> Tensor:
         "site_id": options.get("site_id", 0),
     }
     dtype = torch.float64 if compute_dtype(stored) is torch.float64 else geometry.dtype
-    work = _work(call, x.q.device, dtype, heads, x.q.dtype, settings["site_id"])
-    if (kernel := _kernel(call, work, stored)) is not None:
-        _check_values(x, geometry, call, padding)
+    work = work_of(call, x.q.device, dtype, heads, x.q.dtype, settings["site_id"])
+    kernel = kernel_of(call, work, stored)
+    if raw is not None and (kernel is None or call.gate is not None):
+        g, beta = raw.made(x.g, x.beta)
+        x, raw = x._replace(g=g, beta=beta), None
+    if kernel is not None:
+        _check_values(x if raw is None else x._replace(g=None), geometry, call, padding)
         g = x.g if x.g is None or call.gate is None else x.g.to(GATE_DTYPES[call.gate]).to(x.g.dtype)
         del settings["site_id"]
         tokens = (x.q, x.k, x.v, g, x.beta)
         slots = (x.cursor, x.state_indices, x.has_initial_state)
-        options = {**settings, **_written(call, work), "readout": call.readout, "padding_slot": padding}
+        options = {**settings, **written(call, work), "readout": call.readout, "padding_slot": padding}
+        if raw is not None:
+            options["gates"] = kernel.RawGates(**raw.kernel_options())
         out: Tensor = kernel.step(*tokens, stored, *slots, x.cu_seqlens, x.sequence_lengths, **options)
         return out
     rows = Rows.of(x.cursor, x.state_indices, x.has_initial_state, geometry.sequences, padding)
@@ -360,72 +406,9 @@ def _step(*arguments: Any, **options: Any) -> Tensor:
 def _step_fake(*arguments: Any, **options: Any) -> Tensor:
     x = _Step(*arguments)
     with surfacing():
-        _checked(x, _call(options))
+        _checked(x, call_in(options), raw_gates.Raw.of(options))
     return x.q.new_empty(x.v.shape)
 
 
-for _name in ("decode_", "replay_"):
-    torch.library.impl(f"lattn::{_name}", "default", _step)
-    torch.library.register_fake(f"lattn::{_name}", _step_fake)
-
-
-def _sizes(heads: Sequence[int], decay: str, has_beta: bool) -> Heads:
-    key_heads, value_heads, key_dim, value_dim = heads
-    return Heads(key_heads, value_heads, key_dim, value_dim, decay, has_beta)
-
-
-def _flush(
-    state: Sequence[Tensor],
-    cursor: Tensor,
-    state_indices: Tensor | None,
-    position: Tensor | None,
-    sequence_ids: Tensor | None,
-    *,
-    heads: Sequence[int],
-    decay: str = "none",
-    has_beta: bool = False,
-    rule: str = "delta",
-    **options: Any,
-) -> None:
-    call, sizes = _call(options), _sizes(heads, decay, has_beta)
-    stored = named(state, cursor, call, sizes)
-    _check_position(position, cursor, call)
-    sequences = cursor.shape[0] if state_indices is None else state_indices.shape[0]
-    check_rows(cursor.device, cursor, state_indices, None, sequences)
-    if OPS[call.write] != "replay_" or call.window in (None, 1):
-        return  # nothing is ever pending
-    padding = options.get("padding_slot", -1)
-    work = _work(call, cursor.device, compute_dtype(stored), sizes, torch.float32, options.get("site_id", 0))
-    if (kernel := _kernel(call, work, stored)) is not None:
-        check_slots(state_indices, cursor.shape[0], padding)
-        own = {"heads": heads, "decay": decay, "has_beta": has_beta, "rule": rule, "padding_slot": padding}
-        kernel.flush(stored, cursor, state_indices, **own, **_written(call, work))
-        return
-    rows = Rows.of(cursor, state_indices, None, sequences, padding)
-    at = rows.read(cursor, -1)
-    seen = None if position is None else rows.read(position)
-    before = unpack({name: rows.read(y) for name, y in stored.items()}, call, at, sizes, rule=rule, position=seen)
-    assert not isinstance(before, Tensor)
-    made = handed_over(
-        before.dense(),
-        call,
-        sizes,
-        rule=rule,
-        site_id=options.get("site_id", 0),
-        position=seen,
-        sequence_ids=sequence_ids,
-    )
-    writer = rows.writer(at > 0)
-    for name, y in made.items():
-        writer.write(stored[name], y)
-    writer.write(cursor, torch.zeros_like(at))
-
-
-torch.library.impl("lattn::flush_", "default", _flush)
-
-
-@torch.library.register_fake("lattn::flush_")
-def _flush_fake(state: Sequence[Tensor], cursor: Tensor, *rest: Any, **options: Any) -> None:
-    with surfacing():
-        sizes = _sizes(options["heads"], options.get("decay", "none"), options.get("has_beta", False))
-        named(state, cursor, _call(options), sizes)
+for _name, _signature in _SIGNATURES.items():
+    define(_name, _signature, _step, _step_fake)

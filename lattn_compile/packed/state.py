@@ -14,8 +14,8 @@ from lattn_compile.carry import Call
 from lattn_compile.errors import SequenceError, StateError
 from lattn_compile.ops.segments import split
 from lattn_compile.ops.validate import INTEGERS, Tensors, check_call
-from lattn_compile.packed import ops
-from lattn_compile.packed.layout import Heads
+from lattn_compile.packed import flush, ops  # noqa: F401 - registers the op
+from lattn_compile.packed.layout import Heads, compute_dtype
 from lattn_compile.packed.rows import Rows, check_rows
 from lattn_compile.packed.step import is_one_step
 from lattn_compile.packed.stored import StoredState, no_gradient
@@ -97,11 +97,18 @@ class QuantizedState(StoredState):
         state_indices: Tensor | None = None,
         has_initial_state: Tensor | None = None,
         padding_slot: int = -1,
+        use_gate_in_kernel: bool = False,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        lower_bound: float | None = None,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
     ) -> Tensor:
         """Suffix tokens, any number of them, into the stored states in place; returns o `[B, T, HV, V]`.
 
-        Arguments as `lc.linear_attention` and `lattn::decode_` have them. A sequence without a state of its own
-        (cursor -1, nothing staged) starts at zero.
+        Arguments as `lc.linear_attention` and `lattn::decode_` have them; raw gates, as projections leave them, by the
+        names that libraries have for them (`recurrence/gates.py` says what is made of them). A sequence without a
+        state of its own (cursor -1, nothing staged) starts at zero.
 
         The arithmetic is that of `lc.linear_attention`: float32, or float64 if any input or the state is. A call that
         is refused leaves the state as it was.
@@ -118,6 +125,15 @@ class QuantizedState(StoredState):
             "qk_l2norm": use_qk_l2norm_in_kernel,
             "padding_slot": padding_slot,
         }
+        if use_gate_in_kernel or use_beta_sigmoid_in_kernel:
+            options |= {
+                "a_log": A_log,
+                "dt_bias": dt_bias,
+                "lower_bound": lower_bound,
+                "raw_gate": use_gate_in_kernel,
+                "raw_beta": use_beta_sigmoid_in_kernel,
+                "allow_neg_eigval": allow_neg_eigval,
+            }
         if torch.compiler.is_compiling():  # attributes change when the whole graph has run
             return self._step(tokens, numbers, options)
         before = dict(self.__dict__)
@@ -161,7 +177,8 @@ class QuantizedState(StoredState):
             self.exact = self.exact.to(dtype)  # a library's prefill may have been float32 all the same
             self._hand_over(heads, rule, q, cu_seqlens, sequence_lengths, state_indices)
         self.heads, self.rule = heads, rule
-        if torch.compiler.is_compiling() and is_one_step(self.call, q, numbers):
+        raw = "raw_gate" in options
+        if torch.compiler.is_compiling() and not raw and is_one_step(self.call, q, numbers):
             options = {**options, **self.call.op_options(), "site_id": self.site_id}
             o, stored, cursor = torch.ops.lattn.decode_packed.default(
                 *tokens, list(self.tensors.values()), self.cursor, **options
@@ -170,7 +187,7 @@ class QuantizedState(StoredState):
                 old.copy_(new)
             self.cursor.copy_(cursor)
             return o
-        op: Any = getattr(torch.ops.lattn, ops.OPS[self.call.write])
+        op: Any = getattr(torch.ops.lattn, self._op(ops.OPS[self.call.write], heads, dtype, q.dtype))
         o = op(
             q,
             k,
@@ -190,6 +207,14 @@ class QuantizedState(StoredState):
             **self.call.op_options(),
         )
         return o
+
+    def _op(self, name: str, heads: Heads, dtype: torch.dtype, inputs: torch.dtype) -> str:
+        """The op of that name, or the one that Triton kernels serve, which a CUDA graph may record."""
+        asked = self.call.implementation == "triton" or (self.device.type == "cuda" and not self.random)
+        if asked and all(x.is_contiguous() for x in self.tensors.values()):  # noqa: SIM102 - is_served imports Triton
+            if ops.is_served(self.call, self.device, dtype, heads.K, heads.V, inputs):
+                return f"{name}device_"
+        return name
 
     def _ready(self, *inputs: Tensor | None) -> None:
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
@@ -254,7 +279,7 @@ class QuantizedState(StoredState):
         h = self._known()
         unused = ("readout", "gate")
         options = {name: x for name, x in self.call.op_options().items() if name not in unused}
-        torch.ops.lattn.flush_(
+        getattr(torch.ops.lattn, self._op("flush_", h, compute_dtype(self.tensors), torch.float32))(
             list(self.tensors.values()),
             self.cursor,
             state_indices,

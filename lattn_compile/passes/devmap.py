@@ -7,6 +7,7 @@ the calls that functorch's batching rules make are written in its place: the sam
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -100,12 +101,13 @@ def _write_out(module: fx.GraphModule, section: list[fx.Node]) -> bool:
     part = _module_of(module, section, inputs, outputs)
     runner = _Runner(part)
     try:
-        with preserve_node_meta(), torch.no_grad():
+        # The mode is for what the section makes itself, zeros for instance.
+        with mode or contextlib.nullcontext(), preserve_node_meta(), torch.no_grad():
             traced = make_fx(runner.run)(*values)
     except Exception:  # whatever functorch has no rule for
         runner.leave()
         return False
-    if not all(_known(n) for n in traced.graph.nodes):
+    if not all(_known(n) for n in traced.graph.nodes) or any(_is_fake(traced, n) for n in traced.graph.nodes):
         return False
     env: dict[fx.Node, fx.Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     graph = module.graph
@@ -160,6 +162,11 @@ def _known(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", "") == "_operator"  # of several results, or of sizes
     return torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _is_fake(traced: fx.GraphModule, node: fx.Node) -> bool:
+    """A constant of the section of which nothing but its shape is left."""
+    return node.op == "get_attr" and isinstance(getattr(traced, str(node.target), None), FakeTensor)
 
 
 def _module_of(

@@ -19,6 +19,7 @@ from lattn_compile.passes.devmap import without_vmap
 from lattn_compile.passes.normalize import functional_copy
 from lattn_compile.passes.recognize import module_path_of
 from lattn_compile.passes.spelled.aten import widens
+from lattn_compile.passes.spelled.chunk_clamps import restore_clamps
 from lattn_compile.passes.spelled.prefilter import may_hold_a_recurrence
 from lattn_compile.passes.spelled.proposal import NearMiss, Proposal, withdraw
 from lattn_compile.passes.spelled.ranges import interval
@@ -61,6 +62,8 @@ def run(context: PassContext) -> None:
         else:
             withdraw(proposal)
             context.misses.append(miss)
+    for searched in copy.graphs:
+        restore_clamps(searched.graph)
     if context.proposals:
         context.module = copy.module
 

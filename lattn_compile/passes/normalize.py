@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
@@ -106,7 +107,7 @@ def functional_copy(module: fx.GraphModule) -> FunctionalCopy:
     """
     work = _Copier()
     bare = _without_guards(module)
-    made = work.copy_of(bare or module, "")
+    made = work.copy_of(_with_whole_solves(bare or module), "")
     if bare is not None:
         _restore_guards(module, made.module)
     return FunctionalCopy(made.module, work.graphs, work.refused)
@@ -209,6 +210,53 @@ def _without_guards(module: fx.GraphModule) -> fx.GraphModule | None:
     for node in _guards_of(bare):
         bare.graph.erase_node(node)
     return bare
+
+
+_WHOLE: dict[Any, Any] = {
+    aten.linalg_inv_ex.default: aten.linalg_inv.default,
+    aten._linalg_solve_ex.default: aten.linalg_solve.default,
+}
+"""Ops that return an error code with their result, and the ones that check it."""
+
+
+def _with_whole_solves(module: fx.GraphModule) -> fx.GraphModule:
+    """The module, or a copy in which an inverse and the check of its error code are the one op that they were taken
+    apart from: the check alone is an effect, which a trace cannot order."""
+    if not any(_checked_solve(n) for n in module.graph.nodes):
+        return module
+    made = copy_graph_module(module, {})
+    for check in list(made.graph.nodes):
+        if (found := _checked_solve(check)) is None:
+            continue
+        call, info = found
+        with made.graph.inserting_before(call):
+            whole = made.graph.call_function(_WHOLE[call.target], call.args, _without_check(call.kwargs))
+        made.graph.erase_node(check)
+        made.graph.erase_node(info)
+        for result in list(call.users):
+            if result.users:
+                whole.meta = dict(result.meta)
+                result.replace_all_uses_with(whole)
+            made.graph.erase_node(result)
+        made.graph.erase_node(call)
+    made.recompile()
+    return made
+
+
+def _checked_solve(check: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The call whose error code a node checks, and the code, where that and the first result are all that is used."""
+    if check.target is not aten._linalg_check_errors.default or not isinstance(info := check.args[0], fx.Node):
+        return None
+    call = info.args[0] if info.target is operator.getitem else None
+    if not isinstance(call, fx.Node) or call.target not in _WHOLE or len(info.users) != 1:
+        return None
+    others = [user for user in call.users if user is not info and user.users]
+    first = all(user.target is operator.getitem and user.args[1] == 0 for user in others)
+    return (call, info) if first and not call.kwargs.get("check_errors") else None
+
+
+def _without_check(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in kwargs.items() if name != "check_errors"}
 
 
 def _restore_guards(module: fx.GraphModule, made: fx.GraphModule) -> None:

@@ -80,7 +80,7 @@ def overload_of(node: fx.Node) -> torch._ops.OpOverload | None:
     target = node.target
     if node.op != "call_function":
         return None
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, torch._ops.OpOverloadPacket) and str(target).startswith("lattn."):
         target = target.default
     return target if isinstance(target, torch._ops.OpOverload) and target.namespace == "lattn" else None
 
@@ -135,8 +135,8 @@ def heads_cut(module: object) -> int:
 
 
 def heads_cut_around(node: fx.Node) -> int:
-    """`heads_cut` of the modules that a node was traced in, the compiled one included; 1 in exported programs, which
-    keep their classes' names only."""
+    """`heads_cut` of the modules that a node was traced in, the compiled one included. Exported programs keep their
+    classes' names only, and none is of such a layer: it refuses to be exported."""
     classes = [entry[1] for entry in (node.meta.get("nn_module_stack") or {}).values()]
     root = capture.HOOKS.compiled_module()
     return max(map(heads_cut, classes if root is None else [*classes, root[1]]), default=1)

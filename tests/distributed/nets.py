@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lattn_compile as lc
+from tests.distributed.ranks import DEVICE, GPU
 
 WIDTH, HEADS, VOCABULARY, TOKENS = 16, 2, 32, 12
 POLICY = lc.Recipe(rules=[("layers.0*", lc.Policy(lc.Int8(block_v=8))), ("*", lc.Policy(lc.Fp8(block_v=8)))])
@@ -51,7 +52,7 @@ class Net(nn.Module):
 
 def net(recipe: Any = POLICY, seed: int = 0) -> Net:
     torch.manual_seed(seed)
-    made = Net()
+    made = Net().to(DEVICE, torch.float64 if GPU else torch.float32)
     return made if recipe is None else lc.attach(made, recipe)
 
 
@@ -59,7 +60,7 @@ def batch(number: int) -> tuple[Tensor, list[int]]:
     """Ids `[2, TOKENS + 1]`, and prefix lengths that differ from batch to batch."""
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(VOCABULARY, (2, TOKENS + 1), generator=generator)
-    return ids, [number % TOKENS, (3 * number + 1) % TOKENS]
+    return ids.to(DEVICE), [number % TOKENS, (3 * number + 1) % TOKENS]
 
 
 def loss_of(model: Any, number: int) -> Tensor:

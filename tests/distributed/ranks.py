@@ -1,76 +1,129 @@
-"""Runs the `check_*` functions of a module on gloo processes, two or more: the processes start once, for all of them.
+"""Runs the `check_*` functions of `*_checks.py` on several ranks: gloo on CPUs, NCCL on GPUs.
 
-    python -m tests.distributed.ranks MODULE FOLDER        (one process; RANK and WORLD_SIZE in the environment)
+    python -m tests.distributed.ranks FOLDER sharding=2 context=3      area=ranks, one after another
+    LATTN_RANKS_DEVICE=cuda python -m tests.distributed.ranks ...      on GPUs, one a rank
 
-Every process writes which checks passed, and the traceback of the first that did not, after which it leaves: the others
-are in a collective by then, and hear of it from gloo.
+What a rank needs is imported once, here, and the ranks of every area are forked from that: a process that starts from
+nothing takes longer than most checks do. Every rank writes what each check said: "", or its traceback. Ranks tell one
+another after every check, so that one that failed everywhere does not keep the next from running; if one of them does
+not answer, all leave.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+DEVICE = os.environ.get("LATTN_RANKS_DEVICE", "cpu")
+GPU = DEVICE == "cuda" or "LATTN_RANKS_AS_ON_A_GPU" in os.environ
+"""Checks compute in float64 there, which no kernel but the reference does: whether ranks agree is the question, not
+which kernel runs, and matrix products of other sizes sum in another order. (The second: to try that on CPUs.)"""
+ANSWER = timedelta(seconds=30)
+"""How long a rank waits for the others behind a check."""
+
+IMPORTED = (
+    *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict"),
+    *("torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed._functional_collectives"),
+    *("lattn_compile.backend", "lattn_compile.calibrate", "lattn_compile.demo", "lattn_compile.distributed"),
+    *("lattn_compile.integrations.tensor_parallel", "lattn_compile.integrations.transformers"),
+    *("lattn_compile.testing.backend", "transformers.generation.utils", "transformers.distributed.tensor_parallel"),
+    *("transformers.models.qwen3_next.modeling_qwen3_next", "transformers.models.qwen3_5.modeling_qwen3_5"),
+    "transformers.models.kimi_linear.modeling_kimi_linear",
+)
 
 
-def names(module: str) -> list[str]:
-    """The checks of a module, in order, without importing it."""
-    lines = (ROOT / (module.replace(".", "/") + ".py")).read_text().splitlines()
+def names(area: str) -> list[str]:
+    """The checks of an area, in order, without importing it."""
+    lines = (ROOT / f"tests/distributed/{area}_checks.py").read_text().splitlines()
     return [line.split("(")[0].removeprefix("def ") for line in lines if line.startswith("def check_")]
 
 
-def environment(rank: int, world: int) -> dict[str, str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    return env | {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+def environment() -> dict[str, str]:
+    """One thread a rank, and no pool of compilers: threads do not survive a fork."""
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": path}
 
 
-def start(module: str, folder: Path, world: int) -> list[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.ranks", module, str(folder)]
-    return [subprocess.Popen(command, env=environment(rank, world), cwd=ROOT) for rank in range(world)]
-
-
-def run(module: str, folder: Path, *, world: int = 2, seconds: float = 240) -> list[dict[str, str]]:
-    """What every rank says of its checks: "" where one passed, else why not."""
-    processes = start(module, folder, world)
+def run(areas: dict[str, int], folder: Path, *, seconds: float = 480) -> dict[str, list[dict[str, str]]]:
+    """What every rank of every area says of its checks: "" where one passed, else why not."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.ranks", str(folder)]
+    process = subprocess.Popen(
+        [*command, *(f"{area}={ranks}" for area, ranks in areas.items())],
+        env=environment(),
+        cwd=ROOT,
+        start_new_session=True,
+    )
     try:
-        deadline = time.monotonic() + seconds
-        for process in processes:
-            process.wait(timeout=max(1.0, deadline - time.monotonic()))
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        pass  # what was not reached says so
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.wait()
+    return {area: [read(folder, area, rank) for rank in range(ranks)] for area, ranks in areas.items()}
 
 
-def require(results: list[dict[str, str]], name: str) -> None:
-    """One check as a test: it passed on every rank."""
-    said = [f"rank {rank}: {found.get(name, 'not reached')}" for rank, found in enumerate(results)]
-    assert all(found.get(name) == "" for found in results), "\n".join(said)
+def read(folder: Path, area: str, rank: int) -> dict[str, str]:
+    file = folder / area / f"rank{rank}.json"
+    found: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
+    return {name: found.get(name, "not reached") for name in names(area)}
 
 
-def main(module: str, folder: Path) -> None:
+def started(act: Callable[..., None], *args: Any, ranks: int) -> list[Any]:
+    """`act(*args, rank)` of every rank, each in a process of its own: forked from this one; for a GPU, which does not
+    survive a fork, from nothing."""
+    how = multiprocessing.get_context("spawn" if DEVICE == "cuda" else "fork")
+    processes = [how.Process(target=act, args=(*args, rank)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def join(folder: Path, rank: int, ranks: int) -> None:
+    """The process group of a rank, and its device."""
     import torch
     import torch.distributed as dist
 
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    results: dict[str, str] = {}
+    backend = "gloo"
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+        torch.backends.cudnn.allow_tf32 = False
+        backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
-    checks: Any = importlib.import_module(module)
+
+
+def check(area: str, folder: Path, ranks: int, rank: int) -> None:
+    """All checks of an area, as one of its ranks."""
+    import torch
+    import torch.distributed as dist
+
+    join(folder, rank, ranks)
+    store = dist.distributed_c10d._get_default_store()
+    checks: Any = importlib.import_module(f"tests.distributed.{area}_checks")
     checks.FOLDER = folder
-    for name in names(module):
+    skipped = getattr(checks, "NOT_ON_A_GPU", ()) if GPU else ()
+    results: dict[str, str] = {}
+    for name in names(area):
+        if name in skipped:
+            results[name] = ""
+            continue
         torch.manual_seed(0)
         began = time.perf_counter()
         try:
@@ -78,15 +131,27 @@ def main(module: str, folder: Path) -> None:
             results[name] = ""
         except BaseException:
             results[name] = traceback.format_exc()
+        (folder / f"rank{rank}.json").write_text(json.dumps(results))
         if os.environ.get("LATTN_TIMES"):
-            print(f"rank {rank} {name} {time.perf_counter() - began:.1f} s", flush=True)
-        if results[name]:
-            break
-    (folder / f"rank{rank}.json").write_text(json.dumps(results))
-    if any(results.values()):
-        os._exit(1)  # at once: the other rank waits for this one
-    dist.destroy_process_group()
+            print(f"{area} rank {rank} {name} {time.perf_counter() - began:.1f} s", flush=True)
+        store.set(f"{name}/{rank}", "done")
+        try:
+            store.wait([f"{name}/{other}" for other in range(ranks)], ANSWER)
+        except RuntimeError:  # in a collective with this rank, which will not come
+            return
+    if not any(results.values()):
+        dist.destroy_process_group()
+
+
+def main(folder: Path, areas: dict[str, int]) -> None:
+    for module in IMPORTED if DEVICE == "cpu" else ():
+        with contextlib.suppress(ImportError):  # without transformers there are areas enough
+            importlib.import_module(module)
+    for area, ranks in areas.items():
+        (folder / area).mkdir(parents=True, exist_ok=True)
+        for process in started(check, area, folder / area, ranks, ranks=ranks):
+            process.join()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), {area: int(n) for area, _, n in (text.partition("=") for text in sys.argv[2:])})

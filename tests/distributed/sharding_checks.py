@@ -17,10 +17,13 @@ import lattn_compile.distributed
 from lattn_compile import codec
 from lattn_compile.errors import LattnError, PlacementError
 from lattn_compile.packed.layout import Heads, call_of, empty, names
+from tests.distributed.ranks import DEVICE, GPU
 
 FOLDER = Path()  # where to write; `ranks.py` sets it
+DTYPE = torch.float64 if GPU else torch.float32
+NOT_ON_A_GPU = ("check_packed_states_are_written_where_they_lie",)  # compares codes of float32 arithmetic
 B, T, H, HV, K, V = 4, 11, 2, 4, 8, 8
-MESH = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+MESH = init_device_mesh(DEVICE, (2,), mesh_dim_names=("tp",))
 CUTS = {"sequences": (0, 0), "heads": (2, 1)}
 """Where tokens, and where states, are cut."""
 
@@ -34,12 +37,25 @@ POLICIES: dict[str, Any] = {
 }
 
 
-def inputs(decay: str = "head", *, tokens: int = T, batch: int = B, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def randn(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, device=DEVICE)
+
+
+def rand(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.rand(*shape, dtype=dtype, device=DEVICE)
+
+
+def same(x: Tensor, y: Tensor) -> bool:
+    """Bit for bit on a CPU."""
+    return bool((x - y).norm() <= 1e-12 * x.norm()) if GPU else torch.equal(x, y)
+
+
+def inputs(decay: str = "head", *, tokens: int = T, batch: int = B, dtype: torch.dtype = DTYPE) -> list[Tensor]:
     """q, k, v, g, beta: the same on every rank."""
-    q, k = (torch.randn(batch, tokens, H, K, dtype=dtype) for _ in range(2))
-    v = torch.randn(batch, tokens, HV, V, dtype=dtype)
-    g = -torch.rand(batch, tokens, HV, *([K] if decay == "channel" else []), dtype=dtype)
-    return [q, k, v, g, torch.rand(batch, tokens, HV, dtype=dtype)]
+    q, k = (randn(batch, tokens, H, K, dtype=dtype) for _ in range(2))
+    v = randn(batch, tokens, HV, V, dtype=dtype)
+    g = -rand(batch, tokens, HV, *([K] if decay == "channel" else []), dtype=dtype)
+    return [q, k, v, g, rand(batch, tokens, HV, dtype=dtype)]
 
 
 def cut(x: Tensor, dim: int) -> DTensor:
@@ -81,7 +97,7 @@ def _both(
     for tokens in (_leaves(xs), _leaves([cut(x, at) for x in xs])):
         start = _leaves([state if len(found) == 0 else cut(state, at_state)])[0]
         o, _ = lc.linear_attention(*tokens, initial_state=start, policy=policy, use_qk_l2norm_in_kernel=True, **options)
-        weight = torch.linspace(-1, 1, o.numel()).view(o.shape)
+        weight = torch.linspace(-1, 1, o.numel(), dtype=o.dtype, device=DEVICE).view(o.shape)
         (o * (weight if len(found) == 0 else cut(weight, at))).sum().backward()
         found.append([o, *(x.grad for x in (*tokens, start))])
     one, two = found
@@ -94,40 +110,40 @@ def check_every_op_cut_has_the_bits_of_one_device() -> None:
     for (name, policy), where, decay in itertools.product(POLICIES.items(), CUTS, ("head", "channel")):
         # The exact prefix runs as long as the longest of a batch: of unequal ones, half a batch sums in another order.
         prefix = [0, 3, 5, 11] if where == "heads" else 3
-        one, two = _both(policy, inputs(decay), torch.randn(B, HV, K, V), where, prefix_lengths=prefix)
+        one, two = _both(policy, inputs(decay), randn(B, HV, K, V), where, prefix_lengths=prefix)
         for label, x, y in zip(("o", "q", "k", "v", "g", "beta", "state"), one, two, strict=True):
-            assert torch.equal(x, y), (name, where, decay, label, (x - y).abs().max())
+            assert same(x, y), (name, where, decay, label, (x - y).abs().max())
 
 
 def check_unequal_prefixes_of_a_cut_batch_are_right_in_float64() -> None:
     for name, policy in POLICIES.items():
-        xs, state = inputs(dtype=torch.float64), torch.randn(B, HV, K, V, dtype=torch.float64)
+        xs, state = inputs(dtype=torch.float64), randn(B, HV, K, V, dtype=torch.float64)
         one, two = _both(policy, xs, state, "sequences", prefix_lengths=[0, 3, 5, 11])
         for x, y in zip(one, two, strict=True):
             assert (x - y).norm() <= 1e-9 * x.norm(), (name, (x - y).norm() / x.norm())
 
 
 def check_an_uneven_batch_is_cut_too() -> None:
-    one, two = _both(POLICIES["token"], inputs(batch=3), torch.randn(3, HV, K, V), "sequences", prefix_lengths=2)
-    assert all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
+    one, two = _both(POLICIES["token"], inputs(batch=3), randn(3, HV, K, V), "sequences", prefix_lengths=2)
+    assert all(same(x, y) for x, y in zip(one, two, strict=True))
 
 
 def check_both_cuts_at_once_on_a_two_dimensional_mesh() -> None:
-    xs, state = inputs(), torch.randn(B, HV, K, V)
+    xs, state = inputs(), randn(B, HV, K, V)
     want, _ = lc.linear_attention(*xs, initial_state=state, policy="int8")
     for shape in ((2, 1), (1, 2)):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("dp", "tp"))
         given = [distribute_tensor(x, mesh, [Shard(0), Shard(2)], src_data_rank=None) for x in xs]
         start = distribute_tensor(state, mesh, [Shard(0), Shard(1)], src_data_rank=None)
         o, _ = lc.linear_attention(*given, initial_state=start, policy="int8")
-        assert tuple(o.placements) == (Shard(0), Shard(2)) and torch.equal(o.full_tensor(), want)
+        assert tuple(o.placements) == (Shard(0), Shard(2)) and same(want, o.full_tensor())
 
 
 def check_replicated_tensors_are_computed_by_every_rank() -> None:
     xs = inputs()
     whole = [distribute_tensor(x, MESH, [Replicate()], src_data_rank=None) for x in xs]
     o, _ = lc.linear_attention(*whole, policy="int8")
-    assert o.placements == (Replicate(),) and torch.equal(o.to_local(), lc.linear_attention(*xs, policy="int8")[0])
+    assert o.placements == (Replicate(),) and same(o.to_local(), lc.linear_attention(*xs, policy="int8")[0])
 
 
 def check_a_carried_state_goes_on_cut() -> None:
@@ -141,13 +157,13 @@ def check_a_carried_state_goes_on_cut() -> None:
                 mine, carried = lc.linear_attention(
                     *(cut(x, at) for x in part), policy=policy, initial_state=carried, output_final_state=True
                 )
-            torch.testing.assert_close(mine.full_tensor(), o, rtol=0, atol=0)
+            assert same(o, mine.full_tensor())
 
 
 def check_stochastic_rounding_draws_the_bits_of_the_whole_batch() -> None:
     policy = lc.Policy(lc.Int8(block_v=8), rounding="stochastic", seed=7)
-    one, two = _both(policy, inputs(), torch.randn(B, HV, K, V), "sequences", sequence_ids=[5, 9, 2, 7], position=3)
-    assert all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
+    one, two = _both(policy, inputs(), randn(B, HV, K, V), "sequences", sequence_ids=[5, 9, 2, 7], position=3)
+    assert all(same(x, y) for x, y in zip(one, two, strict=True))
     other, _ = lc.linear_attention(*inputs(), policy=policy, sequence_ids=[0, 1, 2, 3])
     assert not torch.equal(other, one[0])  # the ids do decide
 
@@ -156,19 +172,19 @@ def check_stochastic_rounding_refuses_heads_that_would_be_renumbered() -> None:
     policy = lc.Policy(lc.Int8(block_v=8), rounding="stochastic")
     xs = [cut(x, 2) for x in inputs()]
     refused(lambda: lc.linear_attention(*xs, policy=policy), "q", "stochastic", "Shard(0)")
-    state = cut(torch.randn(B, HV, K, V), 1)
+    state = cut(randn(B, HV, K, V), 1)
     refused(lambda: codec.qdq(state, "int8", rounding="stochastic"), "state", "stochastic")
 
 
 def check_codecs_follow_their_state() -> None:
-    state = torch.randn(B, HV, K, V)
+    state = randn(B, HV, K, V)
     for fmt, options, dim in itertools.product(
         ("int8/*x8", "fp8_e4m3/*x8", "nvfp4", "bf16"), ({}, {"feedback": "int4"}, {"rotation": "hadamard_v"}), (0, 1)
     ):
         if fmt == "bf16" and options:
             continue
         if fmt == "nvfp4":
-            state = torch.randn(B, HV, 16, 64)
+            state = randn(B, HV, 16, 64)
         want = codec.encode_tensors(state, fmt, **options)
         mine = codec.encode_tensors(cut(state, dim), fmt, **options)
         for name, x in want.items():
@@ -179,14 +195,14 @@ def check_codecs_follow_their_state() -> None:
             back.full_tensor(), codec.decode_tensors(want, fmt, tuple(state.shape[2:]), torch.float32, **options)
         )
         assert torch.equal(codec.qdq(cut(state, dim), fmt, **options).full_tensor(), codec.qdq(state, fmt, **options))
-        state = torch.randn(B, HV, K, V)
+        state = randn(B, HV, K, V)
 
 
 def _packed(policy: lc.Policy, xs: list[Tensor], dim: int | None, indices: Tensor | None, slots: int) -> list[Tensor]:
     """Three steps in place and a flush, and all that is stored then."""
     call, heads = call_of(policy), Heads(H, HV, K, V, "head", True)
-    stored = list(empty(call, heads, slots, "cpu").values())
-    cursor = torch.full((slots,), -1, dtype=torch.int32)
+    stored = list(empty(call, heads, slots, DEVICE).values())
+    cursor = torch.full((slots,), -1, dtype=torch.int32, device=DEVICE)
     if dim is not None:
         keys = names(call, has_decay=True, has_beta=True)
         at = [0 if dim == 0 else 2 if key.startswith("ring_") else 1 for key in keys]
@@ -224,7 +240,7 @@ def check_packed_states_are_written_where_they_lie() -> None:
 
 
 def check_a_slot_of_another_rank_is_refused() -> None:
-    slots = torch.tensor([5, 0, 1, 2])
+    slots = torch.tensor([5, 0, 1, 2], device=DEVICE)
     refused(lambda: _packed(POLICIES["token"], inputs(tokens=3), 0, slots, 6), "state_indices", "slot")
 
 
@@ -241,19 +257,19 @@ def check_wrong_placements_are_refused_with_the_one_that_works() -> None:
     summed = DTensor.from_local(xs[0], MESH, [Partial()])
     refused(lambda: lc.linear_attention(summed, *by_batch[1:]), "q", "Partial", "summed")
     refused(
-        lambda: lc.linear_attention(*by_head, initial_state=cut(torch.randn(B, HV, K, V), 0)),
+        lambda: lc.linear_attention(*by_head, initial_state=cut(randn(B, HV, K, V), 0)),
         "initial_state",
         "[Shard(1)]",
     )
     narrow = [x[:, :, :1] if i < 2 else x for i, x in enumerate(xs)]
     refused(lambda: lc.linear_attention(*(cut(x, 2) for x in narrow)), "k", "1 key heads over 2 ranks", "Shard(0)")
     packed = [cut(x.flatten(0, 1)[None], 0) for x in xs]
-    cu = torch.tensor([0, 20, 44])
+    cu = torch.tensor([0, 20, 44], device=DEVICE)
     refused(lambda: lc.linear_attention(*packed, cu_seqlens=cu), "cu_seqlens", "heads cut")
     heads = [cut(x.flatten(0, 1)[None], 2) for x in xs]
     o, _ = lc.linear_attention(*heads, cu_seqlens=cu, policy="int8")
     want, _ = lc.linear_attention(*(x.flatten(0, 1)[None] for x in xs), cu_seqlens=cu, policy="int8")
-    assert torch.equal(o.full_tensor(), want)
+    assert same(want, o.full_tensor())
 
 
 def check_gradients_that_come_in_otherwise_are_brought_to_the_call() -> None:
@@ -263,7 +279,7 @@ def check_gradients_that_come_in_otherwise_are_brought_to_the_call() -> None:
     o.full_tensor().square().sum().backward()
     plain = _leaves(xs)
     lc.linear_attention(*plain, policy="int8")[0].square().sum().backward()
-    assert all(torch.equal(x.grad.full_tensor(), y.grad) for x, y in zip(given, plain, strict=True))
+    assert all(same(y.grad, x.grad.full_tensor()) for x, y in zip(given, plain, strict=True))
 
 
 def check_no_rank_asks_another_for_anything() -> None:
@@ -285,10 +301,10 @@ def check_an_op_compiles_with_dtensors() -> None:
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     one, two = _leaves(given), _leaves(given)
     a, b = call(*one), compiled(*two)
-    assert torch.equal(a.full_tensor(), b.full_tensor())
+    assert same(a.full_tensor(), b.full_tensor())
     a.sum().backward()
     b.sum().backward()
-    assert all(torch.equal(x.grad.full_tensor(), y.grad.full_tensor()) for x, y in zip(one, two, strict=True))
+    assert all(same(x.grad.full_tensor(), y.grad.full_tensor()) for x, y in zip(one, two, strict=True))
 
 
 def check_the_error_is_a_placement_error() -> None:

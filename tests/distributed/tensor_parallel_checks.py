@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,22 @@ from lattn_compile.integrations.packed_cache import quantize_cache
 from lattn_compile.integrations.tensor_parallel import HeadParallel, parallelize
 from lattn_compile.passes.recognize import heads_cut
 from lattn_compile.testing.backend import recorded
+from tests.distributed.ranks import DEVICE, GPU
 
 FOLDER = Path()  # where to write; `ranks.py` sets it
-MESH = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+MESH = init_device_mesh(DEVICE, (2,), mesh_dim_names=("tp",))
 demo.SIZES |= {"hidden_size": 32, "intermediate_size": 32, "layer_types": ["linear_attention"] + ["full_attention"] * 3}
 demo.GDN_SIZES |= {"linear_key_head_dim": 8, "linear_value_head_dim": 16, "head_dim": 8}
 IDS = torch.arange(36).view(2, 18) * 37 % 251
+IDS = IDS.to(DEVICE)
+INT8 = dataclasses.replace(lc.PRESETS["int8"], kernel="reference" if GPU else "auto")
 
 
 def built(name: str, **sizes: Any) -> nn.Module:
     before = dict(demo.GDN_SIZES)
     demo.GDN_SIZES.update(sizes)
     try:
-        return demo.build_model(name)
+        return demo.build_model(name).to(DEVICE)
     finally:
         demo.GDN_SIZES.update(before)
 
@@ -141,7 +145,7 @@ def check_decoding_with_a_packed_state_gives_the_tokens_of_one_device() -> None:
         said = []
         for model in (built(name), parallelize(built(name), MESH)):
             model.eval()
-            quantize_cache(model, "int8")
+            quantize_cache(model, INT8)
             out = model.generate(
                 IDS[:, :6], max_new_tokens=5, do_sample=False, use_cache=True, return_dict_in_generate=True
             )
@@ -153,12 +157,12 @@ def check_decoding_with_a_packed_state_gives_the_tokens_of_one_device() -> None:
 
 
 def check_a_compiled_layer_is_cut_and_quantized() -> None:
-    hidden = torch.randn(2, 18, 32)
+    hidden = torch.randn(2, 18, 32, device=DEVICE)
     found = []
     with recorded() as record:
         for model in (built("qwen3_next"), parallelize(built("qwen3_next"), MESH)):
             layer = model.model.layers[0].linear_attn
-            step = torch.compile(layer, backend="lattn_compile", fullgraph=True, options={"policy": "int8"})
+            step = torch.compile(layer, backend="lattn_compile", fullgraph=True, options={"policy": INT8})
             x = hidden.clone().requires_grad_()
             with lc.training_phase([4, 9]):
                 out = step(x)
@@ -173,7 +177,7 @@ def check_a_compiled_layer_is_cut_and_quantized() -> None:
 
 def check_a_stochastic_policy_that_comes_later_leaves_a_cut_layer_with_a_reason() -> None:
     options = {"policy": lc.Policy(lc.Int8(), rounding="stochastic")}
-    codes, hidden = [], torch.randn(2, 6, 32)
+    codes, hidden = [], torch.randn(2, 6, 32, device=DEVICE)
     for model in (built("qwen3_next"), parallelize(built("qwen3_next"), MESH)):
         layer = model.model.layers[0].linear_attn
         before = len(lc.reports())
@@ -195,10 +199,18 @@ def check_what_cannot_be_cut_is_refused() -> None:
     assert not any(isinstance(p, DTensor) for p in odd.parameters())
     cut = parallelize(built("qwen3_next"), MESH)
     refused(lambda: parallelize(cut, MESH), "module", "already")
-    refused(lambda: parallelize(built("kimi"), init_device_mesh("cpu", (2, 1))), "mesh", "2 dimensions")
+    refused(lambda: parallelize(built("kimi"), init_device_mesh(DEVICE, (2, 1))), "mesh", "2 dimensions")
     refused(lambda: parallelize(built("kimi"), MESH, {"lm_head": "sideways"}), "plan", "sideways")
     policy = lc.Policy(rounding="stochastic")
     refused(lambda: parallelize(lc.attach(built("kimi"), policy), MESH), "model", "stochastic")
+
+
+def check_a_cut_layer_refuses_to_be_exported() -> None:
+    layer, hidden = (
+        parallelize(built("qwen3_next"), MESH).model.layers[0].linear_attn,
+        torch.randn(2, 6, 32, device=DEVICE),
+    )
+    refused(lambda: torch.export.export(layer, (hidden,), strict=False), "module", "over 2 ranks", "before parallelize")
 
 
 def check_the_style_works_alone_and_the_rest_can_stay_whole() -> None:

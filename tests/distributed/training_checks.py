@@ -19,9 +19,10 @@ from lattn_compile import distributed as lcd
 from lattn_compile.errors import DistributedError
 from lattn_compile.testing.backend import recorded
 from tests.distributed.nets import POLICY, Net, batch, loss_of, net
+from tests.distributed.ranks import DEVICE, GPU
 
 FOLDER = Path()  # where to write; `ranks.py` sets it
-MESH = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+MESH = init_device_mesh(DEVICE, (2,), mesh_dim_names=("dp",))
 RANK = dist.get_rank()
 
 
@@ -35,6 +36,11 @@ def sharded(model: Net) -> Net:
     for layer in model.layers:
         fully_shard(layer, mesh=MESH)
     return fully_shard(model, mesh=MESH)
+
+
+def same(x: Tensor, y: Tensor) -> bool:
+    """Bit for bit on a CPU; a GPU adds up the gradient of an embedding in any order."""
+    return bool((x - y).norm() <= 1e-12 * x.norm()) if GPU else torch.equal(x, y)
 
 
 def whole(x: Tensor) -> Tensor:
@@ -64,6 +70,12 @@ def refused(call: Any, argument: str, *says: str) -> None:
         assert all(text in str(error) for text in says), error
         return
     raise AssertionError(f"{argument} was not refused")
+
+
+def check_ranks_that_are_in_unlike_many_groups_meet() -> None:
+    if RANK == 0:
+        dist.new_group([0], backend="gloo", use_local_synchronization=True)
+    assert lcd.meet(f"rank {RANK}") == ["rank 0", "rank 1"]
 
 
 def check_fsdp2_accumulates_the_gradients_of_one_device() -> None:
@@ -98,7 +110,7 @@ def check_ddp_compiled_as_a_whole_has_the_gradients_of_one_device() -> None:
             loss_of(torch.compile(model, backend="lattn_compile", dynamic=False), 1 + RANK)
         finally:
             dist._DEFAULT_FIRST_BUCKET_BYTES = before
-        assert len(record.graphs) == 5
+        assert len(record.graphs) == 5 or GPU  # of float64 parameters fewer fill a bucket
         rewritten()
     close(model, want)
 
@@ -134,7 +146,7 @@ def check_a_checkpoint_goes_on_where_training_was() -> None:
             lcd.load(again, FOLDER / "ckpt", optimizer=other)
         assert any("another recipe" in str(w.message) for w in caught)
         got = step(again, other, 3 + RANK), step(again, other, 5 + RANK)
-    assert files == ["ckpt"] and all(torch.equal(x, y) for x, y in zip(want, got, strict=True)), (files, want, got)
+    assert files == ["ckpt"] and all(same(x, y) for x, y in zip(want, got, strict=True)), (files, want, got)
 
 
 def check_a_checkpoint_of_one_device_is_read_by_two_ranks() -> None:

@@ -154,15 +154,21 @@ def _checkpoints(spec: str) -> list[Row]:
 
 @_check("segments")
 def _segments() -> list[Row]:
-    """A training forward over sequences of one length is cut, and has the bits of one that is not."""
+    """A training forward over sequences of one length is cut, and has the bits of one that is not; its checkpoints too,
+    which nvfp4 then encodes in a kernel of their own."""
     rows: list[Row] = []
-    for spec in ("exact", "int8/*x64"):
+    for spec in ("exact", "int8/*x64", "nvfp4"):
         call = _call(lengths=(70, 70), gap=0, state_format=None if spec == "exact" else spec)
         o = torch.full_like(call.v, torch.nan)
-        final = decode.forward(*call.arguments(), o, call.rows(8), 8, **call.options)
-        want = call.forward(decode).tensors
+        ours, theirs = call.rows(8), call.rows(8)
+        final = decode.forward(*call.arguments(), o, ours, 8, **call.options)
+        want = call.forward(decode, 8).tensors
+        used = torch.tensor([*range(9), *range(9, 18)], device=DEVICE)
+        theirs.index_copy_(0, used, want["checkpoints"][used])
         rows.append((f"{spec} o", float((o != want["o"]).sum()), 0.0))
         rows.append((f"{spec} final", float((final != want["final"]).sum()), 0.0))
+        wrong = ours.buffer[used].nan_to_num() != theirs.buffer[used].nan_to_num()
+        rows.append((f"{spec} bytes of checkpoints", float(wrong.sum()), 0.0))
     return rows
 
 

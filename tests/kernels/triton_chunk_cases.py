@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from lattn_compile.kernels import chunk, chunk_call, chunk_gradients, chunk_math
+from lattn_compile.kernels import chunk, chunk_call, chunk_levels, chunk_math, chunk_walk, chunk_walk_back
 from lattn_compile.kernels.reference import chunk as reference
 from tests.kernels.chunk_calls import Call, make_call
 from tests.kernels.decode_calls import Given
@@ -39,7 +39,7 @@ def _exact_operand(x):  # type: ignore[no-untyped-def]
 def _parts_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_math, "_pairs", _pairs)
     monkeypatch.setattr(chunk_call, "PART", torch.float32)
-    for module in (chunk_math, chunk_gradients):
+    for module in (chunk_math, chunk_levels, chunk_walk, chunk_walk_back):
         monkeypatch.setattr(module, "exact_operand", _exact_operand)
 
 
@@ -89,6 +89,29 @@ def test_two_parts_of_an_operand_hold_sixteen_bits(decay: str, monkeypatch: pyte
         own = (want.tensors[name].half().double() - want.tensors[name]).nan_to_num().norm()
         own = float(own / want.tensors[name].nan_to_num().norm())
         assert error <= (2e-5 if got.tensors[name].dtype is torch.float32 else 2 * own), (name, error)
+
+
+def _bf16(call: Call) -> Call:
+    """The same with q, k and v that bf16 holds, in float32, which the kernels are told to take for it."""
+    return dataclasses.replace(call, **{n: getattr(call, n).bfloat16().float() for n in ("q", "k", "v")})
+
+
+@pytest.mark.parametrize("kind", ["delta", "additive", "one key"])
+def test_bf16_keys_go_into_products_as_they_are(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays float32 is right to more bits than parts of it would be; outputs and gradients of keys to sixteen."""
+    monkeypatch.setattr(chunk_call, "LOW", (torch.float32,))
+    if kind == "one key":
+        call = make_call(lengths=(66,), gap=0, ratio=1, one_key=True, strength=1.9)
+        assert call.g is not None
+        call.g.fill_(-0.01)
+    elif kind == "additive":
+        call = make_call(lengths=(33, 0), rule="additive", beta=False, qk_l2norm=False)
+    else:
+        call = make_call(lengths=(66, 0), value_dim=36)
+    call = _bf16(call)
+    bounds = {"final": 5e-6, "dstate": 5e-6, "dg": 2e-5}
+    for name, error in call.both(chunk).errors(call.exact().both(reference)).items():
+        assert error <= bounds.get(name, 6e-5), (name, error)
 
 
 def test_many_spans_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

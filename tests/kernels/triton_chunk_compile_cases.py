@@ -25,6 +25,8 @@ SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 """KiB that a program may have."""
 
 MORE: dict[str, dict[str, Any]] = {
+    "gdn float32": {"dtype": torch.float32},
+    "retention": {"rule": "additive", "beta": False},
     "kda": {"decay": "channel"},
     "kda float32": {"decay": "channel", "dtype": torch.float32},
     "256": {"key_dim": 256, "value_dim": 256},
@@ -58,18 +60,18 @@ def _checked(built: dict[str, Built], target: str) -> None:
 def test_no_kernel_has_a_product_that_hopper_reads_late() -> None:
     built = _compiled("sm_90")
     _checked(built, "sm_90")
-    for name in (
-        "pairs_head",
-        "solve",
-        "value_operands",
-        "advance",
-        "advance again",
-        "retreat",
-        "grad_updates",
-        "deliver",
-    ):
+    for name in ("pairs_head", "solve", "row_factors", "walk again", "grad_pairs", "deliver"):
         assert built[name].stack == 0, (name, built[name].stack)
-    # A loop over blocks is bound by what one block takes: 176 products of 16 x 8 x 16 a warp, and little besides.
+    # A loop over blocks is bound by what one block takes: products of 16 x 8 x 16 a warp, and little besides.
+    for name, products in (("walk", 200), ("walk_back", 216)):
+        assert built[name].stack <= 300 and len(built[name].loop) <= 1400, name
+        assert built[name].count("HMMA") == products, name
+
+
+def test_a_decay_by_channel_loops_over_blocks_with_little_but_products() -> None:
+    built = _compiled("sm_90", ("advance", "retreat"), decay="channel")
+    _checked(built, "sm_90")
+    assert all(kernel.stack == 0 for kernel in built.values())
     assert built["advance"].count("HMMA") == 176
     assert len(built["advance"].loop) <= 650 and len(built["retreat"].loop) <= 750
 
@@ -77,8 +79,9 @@ def test_no_kernel_has_a_product_that_hopper_reads_late() -> None:
 @pytest.mark.parametrize("target", [t for t in TARGETS if ALL or t != "sm_90"])
 def test_the_kernels_compile_for_every_target(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_call, "shared_memory", lambda device: SHARED[target] * 1024)
-    only = () if ALL else ("pairs_channel", "advance", "grad_levels")
-    _checked(_compiled(target, only, decay="channel"), target)
+    only = () if ALL else ("pairs_channel", "advance", "grad_levels", "walk")
+    for decay in ("head", "channel"):
+        _checked(_compiled(target, only, decay=decay), target)
 
 
 @pytest.mark.skipif(not ALL, reason="takes minutes")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import lattn_compile as lc
 from lattn_compile.errors import UnsupportedError
 from lattn_compile.formats import parse
 from lattn_compile.formats.quantizer import Quantizer
@@ -232,7 +233,44 @@ def test_what_is_refused_is_refused_by_name_before_anything_is_written(policy: P
     assert differing(before.tensors, rows.tensors) == []
 
 
-def test_auto_does_not_take_what_no_gpu_has_proven() -> None:
-    work = dispatch.Work(torch.device("cuda"), torch.float32, 128, 128, None)
-    assert dispatch.packed("reference", work, write="exact") is None
-    assert ("packed" in dispatch.PROVEN) == (dispatch.packed("auto", work, write="exact") is not None)
+@pytest.mark.parametrize("write", [Token(), Replay(3)], ids=["token", "replay"])
+def test_a_compiled_step_is_the_op_that_a_graph_may_record(write: Any) -> None:
+    x = make_tokens("gdn", 1, [0, 1])
+    eager, traced = (lc.QuantizedState(Policy("int8", write=write, kernel="triton")) for _ in range(2))
+    found: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        found.extend(str(node.target) for node in graph.graph.nodes if "lattn" in str(node.target))
+        return graph
+
+    step = torch.compile(lambda tokens: traced.step(*tokens), backend=backend, fullgraph=True)
+    for state in (eager, traced):
+        state.step(*x.x)
+    for _ in range(3):
+        assert torch.equal(step(x.x), eager.step(*x.x))
+    assert set(found) == {f"lattn.{'replay_' if write == Replay(3) else 'decode_'}device_"}
+    assert differing(eager.held(), traced.held()) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "write", "other", "taken"),
+    [
+        (None, "exact", {}, True),
+        ("int8", "token", {}, True),
+        ("nvfp4", "token", {"inputs": torch.bfloat16}, True),
+        ("int8", "replay", {"window": 16}, True),
+        ("fp8", "two_precision", {"window": 16}, True),
+        ("int8", "replay", {"window": 17}, False),
+        ("nvfp4", "replay", {"window": 8}, False),
+        ("fp16", "replay", {"window": 8}, False),
+        ("int8", "token", {"inputs": torch.float16}, False),
+        ("int8/*x48", "token", {}, False),
+        ("int8", "token", {"device": torch.device("cpu")}, False),
+    ],
+)
+def test_auto_takes_what_a_gpu_has_proven(spec: str | None, write: str, other: dict[str, Any], taken: bool) -> None:
+    quantize = None if spec is None else Quantizer(parse(spec))
+    work = dispatch.Work(torch.device("cuda"), torch.float32, 128, 128, quantize)
+    work = dataclasses.replace(work, **other)
+    assert dispatch.packed("reference", work, write=write) is None
+    assert (dispatch.packed("auto", work, write=write) is not None) == taken

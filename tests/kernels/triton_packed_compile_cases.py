@@ -69,9 +69,12 @@ def _opcodes(kernel: Built) -> collections.Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "instructions"), [(Policy("int8"), 2600), (Policy(write=Exact()), 1700)], ids=["int8", "exact"]
+    ("policy", "instructions"),
+    [(Policy("int8"), 4500), (Policy("fp8"), 4100), (Policy(write=Exact()), 1300)],
+    ids=["int8", "fp8", "exact"],
 )
 def test_a_token_spills_nothing_and_converts_nothing(policy: Policy, instructions: int) -> None:
+    """Instructions of a program: two heads of 8-bit codes, one of numbers."""
     kernel = _built(policy)
     found = _opcodes(kernel)
     assert kernel.registers is not None and kernel.registers <= 255 and kernel.stack == 0
@@ -132,7 +135,9 @@ POLICIES = {
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "NVIDIA", target.startswith("sm_"))
+    version = int(target.removeprefix("sm_")) if target.startswith("sm_") else 0
+    monkeypatch.setattr(packed, "NVIDIA", version > 0)
+    monkeypatch.setattr(packed, "_capable", lambda _, least: divmod(version, 10) >= least)
     if not ALL:
         if target != "sm_90":
             _built(Policy("int8"), target, key_dim=32, value_dim=32)
@@ -146,15 +151,14 @@ def test_every_kernel_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> 
             _built(policy, target, flush=True)
 
 
-@pytest.mark.parametrize("spec", ["int8", "fp8"])
-def test_every_row_of_the_table_sums_alike(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spec", ["int8", "fp8", "bf16", "fp32"])
+def test_every_row_of_the_table_sums_alike(spec: str) -> None:
     """So that a sequence has the same bits in any batch, whichever row is chosen."""
-    name = parse(spec).name
-    seen = set()
-    for row in packed_launch.LAUNCHES:
-        monkeypatch.setitem(packed_launch.CHOSEN, name, row)
-        for key_dim, value_dim in ((128, 128), (64, 256), (60, 64), (256, 128)):
-            lay = packed_launch.stored_layout(key_dim, value_dim, Quantizer(parse(spec)))
-            seen.add((key_dim, lay.lanes, lay.pieces, lay.step))
+    quantize = Quantizer(parse(spec))
+    for key_dim, value_dim in ((128, 128), (64, 256), (60, 64), (256, 128), (128, 5)):
+        seen = set()
+        for launch in packed_launch.LAUNCHES.values():
+            lay = packed_launch.stored_layout(key_dim, value_dim, quantize, launch)
+            seen.add((lay.lanes, lay.pieces, lay.step))
             assert lay.width * lay.blocks >= value_dim and lay.lanes * lay.columns == 32 * lay.vector
-    assert len(seen) == 4
+        assert len(seen) == 1

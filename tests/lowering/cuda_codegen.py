@@ -3,7 +3,8 @@
 `generated` compiles a function of fake CUDA tensors, up to where Inductor would build and load what it has
 written. `kernels_in` reads the kernels out of that.
 
-Private interfaces of torch and Triton throughout, as of torch 2.13 and Triton 3.7.
+Private interfaces of torch and Triton throughout, as of torch 2.11 with Triton 3.6, built for CUDA, and torch 2.13 with
+Triton 3.7, built for CPUs.
 """
 
 from __future__ import annotations
@@ -127,6 +128,7 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         torch._C._set_only_lift_cpu_tensors(True)  # as a fake mode does where it finds no GPU
         stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
         stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", True))
+        stack.enter_context(mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None))
         mode = stack.enter_context(FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True))
         try:
             yield mode

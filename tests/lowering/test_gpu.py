@@ -34,6 +34,11 @@ def test_the_code_that_is_written_for_a_gpu() -> None:
     run_with_triton("tests/lowering/gpu_codegen_cases.py")
 
 
+@needs_triton
+def test_a_decode_step_and_what_is_taken_into_its_kernels() -> None:
+    run_with_triton("tests/kernels/step_cases.py", TRITON_INTERPRET="1")
+
+
 def test_a_call_on_a_cpu_is_never_taken() -> None:
     tensors = [*inputs(tokens=1, dtype=torch.float32), None, None, None, None]
     for _, spelled, *_ in gpu.LOWERINGS[:1]:

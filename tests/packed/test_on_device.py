@@ -18,7 +18,7 @@ from torch import Tensor
 import lattn_compile as lc
 from lattn_compile.errors import LattnError, SequenceError, StateError, UnsupportedError
 from lattn_compile.ops import dispatch
-from lattn_compile.packed import layout, ops, rows
+from lattn_compile.packed import flush, layout, ops, rows
 from lattn_compile.policy import Policy, Replay, TwoPrecision
 from tests.ops.cases import inputs
 from tests.packed.cases import same
@@ -67,7 +67,7 @@ def test_a_step_reads_no_value(policy: Policy, packed: bool) -> None:
     if call.window is not None:
         options = {n: y for n, y in call.op_options().items() if n not in ("readout", "gate")}
         own = {"heads": HEADS[:4], "decay": "head", "has_beta": True}
-        ops._flush(state, *slots[:2], position, ids, **own, **options)
+        flush._flush(state, *slots[:2], position, ids, **own, **options)
 
 
 @any_policy
@@ -193,7 +193,7 @@ def test_a_kernel_for_packed_rows_is_asked_first(device: str) -> None:
                     ops._step(*y, *wrong, scale=0.3, **call.op_options())
                 state.cursor.copy_(before)  # type: ignore[union-attr]
         options = {n: y for n, y in call.op_options().items() if n not in ("readout", "gate")}
-        ops._flush(stored, state.cursor, slots, None, None, heads=HEADS[:4], decay="head", has_beta=True, **options)
+        flush._flush(stored, state.cursor, slots, None, None, heads=HEADS[:4], decay="head", has_beta=True, **options)
     implementation, work, more = asked[0]
     assert (implementation, more) == ("auto", {"write": "replay"})
     assert (work.window, work.factors, work.key_dim, work.value_dim, work.dtype) == (4, "int8", 16, 24, torch.float32)

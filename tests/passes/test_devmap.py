@@ -47,10 +47,28 @@ def over_heads(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tens
     return torch.func.vmap(loop, in_dims=(2, 2, 2, 2, 1), out_dims=(2, 1))(q, k, v, g, S)
 
 
+def from_zeros(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> tuple[Tensor]:
+    """A loop of one head over what it makes itself, zeros and numbers."""
+
+    def loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        state, outs = torch.zeros(k.shape[-1], v.shape[-1]), []
+        for t in range(2):
+            state = g[t].exp() * torch.tensor(0.5) * state + torch.outer(k[t], v[t])
+            outs.append(q[t] @ state)
+        return torch.stack(outs)
+
+    return (torch.vmap(torch.vmap(loop, in_dims=1, out_dims=1))(q, k, v, g),)
+
+
 @pytest.mark.parametrize(
     ("fn", "rule", "via"),
     # export cannot lift the constants that indexing makes inside a vmap
-    [(stepwise, "delta", "compile"), (stepwise, "delta", "export"), (over_heads, "additive", "compile")],
+    [
+        (stepwise, "delta", "compile"),
+        (stepwise, "delta", "export"),
+        (over_heads, "additive", "compile"),
+        (from_zeros, "additive", "compile"),
+    ],
 )
 def test_a_vmapped_recurrence_is_found(fn: Callable[..., Any], rule: str, via: str) -> None:
     args = tuple(x.requires_grad_() for x in make_args(2, "head"))

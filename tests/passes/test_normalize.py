@@ -551,6 +551,32 @@ def test_make_fx(mode: str) -> None:
     assert torch.equal(mine, eager)
 
 
+@pytest.mark.parametrize(
+    "fn", [lambda a, b: torch.linalg.inv(a) @ b, torch.linalg.solve, lambda a, b: torch.linalg.solve(a, b, left=False)]
+)
+def test_an_inverse_that_was_taken_apart_keeps_its_check(fn: Callable[..., Any]) -> None:
+    a, b = torch.randn(3, 3), torch.randn(3, 3)
+    traced = make_fx(fn)(a, b)
+    before = traced.code
+    assert "_linalg_check_errors" in before
+    made = functional_copy(traced)
+    assert made.refused == [] and traced.code == before
+    assert_functional(made)
+    torch.testing.assert_close(made.module(a, b), fn(a, b), rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="singular"):
+        made.module(torch.zeros(3, 3), b)
+
+
+def test_an_error_code_that_is_read_is_left() -> None:
+    def fn(a: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(torch.linalg.inv_ex(a))
+
+    a = torch.randn(2, 2)
+    made = functional_copy(make_fx(fn)(a))
+    assert made.refused == []
+    torch.testing.assert_close(made.module(a), fn(a), rtol=0, atol=0)
+
+
 def test_a_graph_without_values_is_refused() -> None:
     made = functional_copy(fx.symbolic_trace(lambda x: x + 1))
     assert [(n, r.code) for n, r in made.refused] == [("", "NOT_NORMALIZED")] and made.graphs == []

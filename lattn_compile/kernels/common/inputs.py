@@ -18,6 +18,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2_HIGH = tl.constexpr(0.693145751953125)  # 16 bits of ln 2, so that n times it is exact
 _LN2_LOW = tl.constexpr(1.4286068203094172e-06)
 _ROUND = tl.constexpr(12582912.0)
+_ROUND_BITS = tl.constexpr(0x4B400000)  # of 12582912
 
 
 @triton.jit
@@ -28,7 +29,8 @@ def exp(x):
     multiplied up thousands of times, which would exceed semantics §8's bound for exact mode.
     """
     held = tl.minimum(tl.maximum(x, -104.0), 89.0)
-    n = (held * _LOG2E + _ROUND) - _ROUND
+    shifted = held * _LOG2E + _ROUND
+    n = shifted - _ROUND
     r = tl.fma(n, -_LN2_LOW, tl.fma(n, -_LN2_HIGH, held))
     # e^r - 1 on |r| <= ln 2 / 2, Taylor to r^7.
     p = r * (1.0 / 5040) + 1.0 / 720
@@ -38,7 +40,7 @@ def exp(x):
     p = p * r + 0.5
     y = 1.0 + tl.fma(r * r, p, r)
     # In two factors: the power of two alone may lie outside fp32.
-    whole = n.to(tl.int32)
+    whole = shifted.to(tl.int32, bitcast=True) - _ROUND_BITS  # no conversion: the mantissa's low bits are n
     half = whole >> 1
     y = y * ((half + 127) << 23).to(tl.float32, bitcast=True)
     y = y * ((whole - half + 127) << 23).to(tl.float32, bitcast=True)

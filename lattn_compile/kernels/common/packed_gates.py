@@ -2,6 +2,8 @@
 
 GATE 0: `g` itself. 1: `-exp(A_log) softplus(raw + dt_bias)`. 2: `bound sigmoid(exp(A_log) (raw + dt_bias))`. The torch
 counterpart is `recurrence/gates.py`; the two differ by rounding, so only GATE 0 has the bits of the emulated op.
+
+Numbers come loaded: a kernel fetches what does not depend on a slot before it waits for the slot.
 """
 
 # Triton's language, not Python: no annotations but constants, tuples grow, conditions on constants stand alone.
@@ -51,9 +53,9 @@ def _rate(a_log, head):
 
 
 @triton.jit
-def decay_of(p, a_log, bias, bound, head, GATE: tl.constexpr):
-    """The log-decay of a head, from its number at `p`; a_log `[HV]`, bias `[HV]`, either may be None."""
-    x = tl.load(p).to(tl.float32)
+def decay_of(x, a_log, bias, bound, head, GATE: tl.constexpr):
+    """The log-decay of a head, from its number `x`; a_log `[HV]`, bias `[HV]`, either may be None."""
+    x = x.to(tl.float32)
     if GATE:
         if bias is not None:
             x += tl.load(bias + head).to(tl.float32)
@@ -71,7 +73,7 @@ def gates_of(x, bias, a_log, bound, head, at, K: tl.constexpr, GATE: tl.constexp
 
 @triton.jit
 def log_decays_of(
-    p,
+    x,
     a_log,
     bias,
     bound,
@@ -80,20 +82,15 @@ def log_decays_of(
     K: tl.constexpr,
     PIECES: tl.constexpr,
     STEP: tl.constexpr,
-    MASKED: tl.constexpr,
     GATE: tl.constexpr,
 ):
-    """The log-decays of a head's key channels, in pieces, from those at `p`."""
+    """The log-decays of a head's key channels, in pieces, from their numbers `x` in pieces."""
     out = ()
     for i in tl.static_range(PIECES):
-        at = channel + i * STEP
-        if MASKED:
-            x = tl.load(p + at, mask=at < K, other=0.0).to(tl.float32)
-        else:
-            x = tl.load(p + at).to(tl.float32)
+        y = x[i].to(tl.float32)
         if GATE:
-            x = gates_of(x, bias, a_log, bound, head, at, K, GATE)
-        out = out + (x,)
+            y = gates_of(y, bias, a_log, bound, head, channel + i * STEP, K, GATE)
+        out = out + (y,)
     return out
 
 
@@ -107,9 +104,9 @@ def exps(x, PIECES: tl.constexpr):
 
 
 @triton.jit
-def strength_of(p, SIGMOID: tl.constexpr):
-    """beta; SIGMOID 1: of a raw number, 2: twice that."""
-    x = tl.load(p).to(tl.float32)
+def strength_of(x, SIGMOID: tl.constexpr):
+    """beta from its number `x`; SIGMOID 1: of a raw number, 2: twice that."""
+    x = x.to(tl.float32)
     if SIGMOID == 1:
         x = _sigmoid(x)
     elif SIGMOID == 2:

@@ -3,8 +3,9 @@
 Nothing of it is known on the host, so that a CUDA graph may record a step once and replay it for any batch.
 """
 
-# Triton's language, not Python: no annotations but constants, conditions on constants stand alone.
+# Triton's language, not Python: no annotations but constants, tuples grow, conditions on constants stand alone.
 # mypy: ignore-errors
+# ruff: noqa: RUF005
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import triton.language as tl
 
 from lattn_compile.kernels.common.inputs import rstd
 
-__all__ = ["has_state", "normalised", "slot_of", "tokens_of"]
+__all__ = ["channels", "has_state", "inputs_of", "normalised", "row_of", "slot_of", "tokens_of"]
 
 
 @triton.jit
@@ -70,18 +71,73 @@ def _larger(a, b, c, x, y, z):
 
 
 @triton.jit
-def normalised(p_q, p_k, scale, K: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, NORM: tl.constexpr):
+def channels(p, channel, K: tl.constexpr, PIECES: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr):
+    """A vector of key channels in pieces, of the type that `p` points to."""
+    at = p + channel
+    out = ()
+    for i in tl.static_range(PIECES):
+        if MASKED:
+            x = tl.load(at + i * STEP, mask=channel + i * STEP < K, other=0.0)
+        else:
+            x = tl.load(at + i * STEP)
+        out = out + (x,)
+    return out
+
+
+@triton.jit
+def inputs_of(
+    token,
+    head,
+    v,
+    g,
+    beta,
+    v_token,
+    v_head,
+    v_column,
+    g_token,
+    g_head,
+    beta_token,
+    beta_head,
+    channel,
+    column,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    MASKED: tl.constexpr,
+    DECAY: tl.constexpr,
+):
+    """One token's v, g and beta of one head, as they lie in memory."""
+    b_v = tl.load(v + (token * v_token + head * v_head) + column * v_column, mask=column < V, other=0.0)
+    b_g = 0.0
+    if DECAY == 1:
+        b_g = tl.load(g + (token * g_token + head * g_head))
+    if DECAY == 2:
+        b_g = channels(g + (token * g_token + head * g_head), channel, K, PIECES, STEP, MASKED)
+    b_beta = 1.0
+    if beta is not None:
+        b_beta = tl.load(beta + (token * beta_token + head * beta_head))
+    return b_v, b_g, b_beta
+
+
+@triton.jit
+def row_of(p, K: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr):
+    """The K numbers at `p`, `[2 * WARPS, BK]` with equal rows, for `normalised`."""
+    channel = tl.arange(0, BK)[None, :] + tl.arange(0, 2 * WARPS)[:, None] * 0
+    return tl.load(p + channel, mask=channel < K, other=0.0)
+
+
+@triton.jit
+def normalised(b_q, b_k, scale, WARPS: tl.constexpr, NORM: tl.constexpr):
     """What `common.inputs.pair_up` makes of one token and key head: (factor of q, factor of k, `k . q` of both).
 
-    The factors are the reciprocal norms, 1 without NORM; the query's product with `scale` comes after its own. Each
-    warp
-    sums two rows of the same numbers, so that a row lies in a thread and its neighbours as one of `pair_up` does and
-    sums run in the same order: the offline tests compare these layouts. The rows' maximum is any of them.
+    The factors are the reciprocal norms, 1 without NORM; the query's product with `scale` comes after its own. q and k
+    are of `row_of`: each warp sums two rows of the same numbers, so that a row lies in a thread and its neighbours as
+    one of `pair_up` does and sums run in the same order: the offline tests compare these layouts. The rows' maximum is
+    any of them.
     """
-    channel = tl.arange(0, BK)[None, :] + tl.arange(0, 2 * WARPS)[:, None] * 0
-    inside = channel < K
-    b_q = tl.load(p_q + channel, mask=inside, other=0.0).to(tl.float32)
-    b_k = tl.load(p_k + channel, mask=inside, other=0.0).to(tl.float32)
+    b_q = b_q.to(tl.float32)
+    b_k = b_k.to(tl.float32)
     if NORM:
         by_q = rstd(tl.sum(b_q * b_q, 1))
         by_k = rstd(tl.sum(b_k * b_k, 1))

@@ -1,11 +1,12 @@
 """A stored state on its way into registers and back: rows of codes and scales, in pieces (`pieces.py`).
 
 `load_codes` fetches, so that many loads can be on their way before the first is waited for; `decoded` computes; `keep`
-of the decode form or `store_int8` writes. Formats, tiles and bits are those of `common/codec.py`.
+of the decode form or `packed_write.store_bytes` writes. Formats, tiles and bits are those of `common/codec.py`.
 
-FAST: on NVIDIA GPUs int8 goes four values at a time through a byte permutation. Converting takes a multiprocessor 16
+FAST: on NVIDIA GPUs bytes go four at a time. int8 through a byte permutation: converting takes a multiprocessor 16
 values a clock; a permutation puts a byte into the mantissa of 2^23, 64 a clock, and a subtraction makes a number of it.
-Packing is the same backwards. Triton's interpreter and other GPUs have the same arithmetic value by value.
+Packing is the same backwards. fp8 through the conversions of sm_89 and later, which round as the codec does. Triton's
+interpreter and other GPUs have the same arithmetic value by value.
 """
 
 # Triton's language, not Python: no annotations but constants, tuples grow, conditions on constants stand alone.
@@ -21,7 +22,7 @@ from lattn_compile.formats.fp8_e4m3.triton import from_bytes as fp8_from_bytes
 from lattn_compile.formats.nvfp4.triton import BLOCK, GROUP, from_nibbles
 from lattn_compile.kernels.common.codec import from_bytes
 
-__all__ = ["decoded", "load_codes", "load_steps", "store_int8", "store_plain"]
+__all__ = ["decoded", "load_codes", "load_steps", "store_plain"]
 
 _NAN_BYTE = tl.constexpr(0x7F)  # of E4M3
 
@@ -40,6 +41,8 @@ def load_codes(
     FORMAT: tl.constexpr,
 ):
     """One head's codes at `p` in pieces, as they are stored; 0 beyond its ends and where `inside`, a scalar, is not.
+
+    What `inside` waits for the load waits for: whether a slot holds a state is for `decoded` to ask.
 
     8-bit formats: uint8 `[K, V]`. nvfp4: uint8 `[ceil(K/2), V]`, each byte in both of its channels' places.
     """
@@ -135,14 +138,14 @@ def load_steps(
 
 
 @triton.jit
-def _int8_values(raw, FAST: tl.constexpr):
-    """int8 codes, as bytes, in fp32."""
+def _int8_values(raw, keep, FAST: tl.constexpr):
+    """int8 codes, as bytes, in fp32; `keep` all ones, or 0 for zeros instead."""
     if FAST:
         return tl.inline_asm_elementwise(
             """
             {
             .reg .b32 bytes;
-            xor.b32 bytes, $4, 0x80808080;
+            lop3.b32 bytes, $4, $5, 0x80808080, 0x6a;
             prmt.b32 $0, bytes, 0x4B000000, 0x7650;
             prmt.b32 $1, bytes, 0x4B000000, 0x7651;
             prmt.b32 $2, bytes, 0x4B000000, 0x7652;
@@ -153,84 +156,68 @@ def _int8_values(raw, FAST: tl.constexpr):
             sub.rn.f32 $3, $3, 0f4B000080;
             }
             """,
-            "=&r,=&r,=&r,=&r,r",
-            [raw],
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [raw, tl.broadcast_to(keep, raw.shape)],
             dtype=tl.int32,
             is_pure=True,
             pack=4,
         ).to(tl.float32, bitcast=True)
     else:
-        return from_bytes(raw.to(tl.int32) ^ 0x80, "int8")
+        return from_bytes((raw.to(tl.int32) & keep) ^ 0x80, "int8")
 
 
 @triton.jit
-def decoded(raw, steps, channel, PIECES: tl.constexpr, FORMAT: tl.constexpr, FAST: tl.constexpr):
-    """The state that `raw` codes and `steps` stand for, fp32, exactly."""
+def _fp8_values(raw, keep, FAST: tl.constexpr):
+    """E4M3 codes, as bytes, in fp32; `keep` as in `_int8_values`. Half precision has all of their values."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 bytes, even, odd;
+            .reg .b16 low, high, a, b, c, d;
+            and.b32 bytes, $4, $5;
+            mov.b32 {low, high}, bytes;
+            cvt.rn.f16x2.e4m3x2 even, low;
+            cvt.rn.f16x2.e4m3x2 odd, high;
+            mov.b32 {a, b}, even;
+            mov.b32 {c, d}, odd;
+            cvt.f32.f16 $0, a;
+            cvt.f32.f16 $1, b;
+            cvt.f32.f16 $2, c;
+            cvt.f32.f16 $3, d;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [raw, tl.broadcast_to(keep, raw.shape)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=4,
+        ).to(tl.float32, bitcast=True)
+    else:
+        return from_bytes(raw.to(tl.int32) & keep, "fp8_e4m3")
+
+
+@triton.jit
+def decoded(raw, steps, known, channel, PIECES: tl.constexpr, FORMAT: tl.constexpr, FAST: tl.constexpr):
+    """The state that `raw` codes and `steps` stand for, fp32, exactly; zeros where `known`, a scalar, is not.
+
+    No steps, `()`: the numbers that codes are.
+    """
+    keep = tl.where(known, -1, 0)
     out = ()
     for i in tl.static_range(PIECES):
-        if FORMAT == "int8":
-            out = out + (_int8_values(raw[i], FAST) * steps[i // (PIECES // len(steps))],)
-        elif FORMAT == "fp8_e4m3":
-            out = out + (from_bytes(raw[i].to(tl.int32), FORMAT) * steps[i // (PIECES // len(steps))],)
-        elif FORMAT == "nvfp4":
-            # Pieces begin at even channels, so the place's own parity says which half of the byte is its.
-            nibble = (raw[i].to(tl.int32) >> ((channel % 2) * 4)[:, None, :, None]) & 15
-            out = out + (from_nibbles(nibble) * steps[i // (PIECES // len(steps))],)
+        if FORMAT == "int8" or FORMAT == "fp8_e4m3" or FORMAT == "nvfp4":
+            if FORMAT == "int8":
+                x = _int8_values(raw[i], keep, FAST)
+            elif FORMAT == "fp8_e4m3":
+                x = _fp8_values(raw[i], keep, FAST)
+            else:
+                # Pieces begin at even channels, so the place's own parity says which half of the byte is its.
+                nibble = (raw[i].to(tl.int32) >> ((channel % 2) * 4)[:, None, :, None]) & (15 & keep)
+                x = from_nibbles(nibble)
+            if len(steps) > 0:
+                x = x * tl.where(known, steps[i // (PIECES // len(steps))], 0.0)
+            out = out + (x,)
         else:
-            out = out + (raw[i].to(tl.float32),)
+            out = out + (tl.where(known, raw[i].to(tl.float32), 0.0),)
     return out
-
-
-@triton.jit
-def store_int8(
-    p,
-    p_scales,
-    codes,
-    steps,
-    channel,
-    column,
-    first,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VECTOR: tl.constexpr,
-    PIECES: tl.constexpr,
-    STEP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Stores what `quantize` made of one head's state, on NVIDIA GPUs. VECTOR, BLOCK_V and V are multiples of 4."""
-    COUNT: tl.constexpr = PIECES // len(steps)
-    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    k = channel[:, None, :, None]
-    v = column[None, :, None, :]
-    place = p + tl.max_contiguous(k * V + v, (1, 1, 1, VECTOR))
-    for tile in tl.static_range(len(steps)):
-        if BLOCK_K >= K and BLOCK_V >= WIDTH:
-            tl.store(p_scales + first // BLOCK_V, steps[tile])
-        else:
-            row = k + tile * COUNT * STEP
-            mine = (row % BLOCK_K == 0) & (v % BLOCK_V == 0) & (row < K) & (v < V)
-            at = row // BLOCK_K * TILES + v // BLOCK_V
-            tl.store(p_scales + at, tl.broadcast_to(steps[tile], codes[0].shape), mask=mine)
-        step = tl.broadcast_to(steps[tile], codes[0].shape)
-        # A tile that is NaN has codes of 0: its scale says so.
-        keep = tl.where(step == step, -1, 0)
-        for i in tl.static_range(tile * COUNT, (tile + 1) * COUNT):
-            bytes4 = tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 low, high;
-                prmt.b32 low, $1, $2, 0x0040;
-                prmt.b32 high, $3, $4, 0x0040;
-                prmt.b32 low, low, high, 0x5410;
-                lop3.b32 $0, low, 0x80808080, $5, 0x28;
-                }
-                """,
-                "=r,r,r,r,r,r,r,r,r",
-                [codes[i].to(tl.int32, bitcast=True), keep],
-                dtype=tl.uint8,
-                is_pure=True,
-                pack=4,
-            )
-            tl.store(place + i * STEP * V, bytes4, mask=(k + i * STEP < K) & (v < V))

@@ -35,6 +35,7 @@ __all__ = [
     "load_channels",
     "load_state",
     "over_channels",
+    "partial_dot",
     "places",
     "scaled",
     "store_state",
@@ -168,6 +169,18 @@ def sum_channels(x, FLIP: tl.constexpr):
         return tl.sum(tl.sum(x, 0), 1)
     else:
         return tl.sum(tl.sum(x, 2), 0)
+
+
+@triton.jit
+def partial_dot(S, x, PIECES: tl.constexpr, FLIP: tl.constexpr):
+    """`dot` before its sum over lanes, `[LANES, WARPS, COLUMNS]`, flipped `[WARPS, LANES, COLUMNS]`."""
+    total = S[0] * over_channels(x[0])
+    for i in tl.static_range(1, PIECES):
+        total = tl.fma(S[i], over_channels(x[i]), total)
+    if FLIP:
+        return tl.sum(total, 0)
+    else:
+        return tl.sum(total, 2)
 
 
 @triton.jit

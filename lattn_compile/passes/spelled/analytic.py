@@ -9,18 +9,17 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from lattn_compile.passes.spelled.aten import given_arguments, short_name
 from lattn_compile.passes.spelled.masks import ELEMENTWISE
 from lattn_compile.passes.spelled.smooth import can_smooth
 from lattn_compile.passes.spelled.subgraph import (
     Region,
     Rejected,
-    arguments,
     grad_disabled,
     is_arithmetic,
     is_symbolic,
     is_trained,
     loop_of,
-    name_of,
     sources,
     tensors,
 )
@@ -97,7 +96,7 @@ def vet(region: Region, data: Iterable[fx.Node], *, smooth: bool = True) -> set[
         if node.op != "call_function" or is_symbolic(node):
             continue
         depends = any(n in tainted for n in sources(node))
-        name = name_of(node)
+        name = short_name(node)
         of_chosen = depends and all(n in chosen for n in sources(node) if n in tainted)
         if name.startswith("higher_order::"):
             _vet_loop(node, name, region, tainted)
@@ -154,7 +153,7 @@ def _floating(node: fx.Node) -> bool:
 
 def _branches(node: fx.Node, name: str, tainted: set[fx.Node]) -> str | None:
     """Why an op of the list is none for these arguments."""
-    given = arguments(node)
+    given = given_arguments(node)
     if given.get("rounding_mode") is not None:
         return f"{name} rounds"
     if name in _CHOICES:

@@ -12,7 +12,18 @@ from torch import fx
 from lattn_compile.passes.spelled.labels import is_one
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["CASTS", "SHAPE_ONLY", "Index", "arguments", "is_snapshot", "is_tensor", "name_of", "widens"]
+__all__ = [
+    "CASTS",
+    "SHAPE_ONLY",
+    "Index",
+    "arguments",
+    "given_arguments",
+    "is_snapshot",
+    "is_tensor",
+    "name_of",
+    "short_name",
+    "widens",
+]
 
 
 def name_of(node: fx.Node) -> str:
@@ -23,6 +34,25 @@ def name_of(node: fx.Node) -> str:
     if target is operator.getitem:
         return "getitem"
     return str(getattr(target, "__name__", target)) if node.op == "call_function" else node.op
+
+
+def short_name(node: fx.Node) -> str:
+    """`mul` for `aten.mul.Tensor` and for `prims.mul`; other namespaces keep theirs (`lattn::decode`)."""
+    if node.target is operator.getitem:
+        return "getitem"
+    if isinstance(node.target, torch._ops.OpOverload):
+        namespace, _, name = node.target._schema.name.partition("::")
+        return name if namespace in ("aten", "prims") else f"{namespace}::{name}"
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return f"higher_order::{node.target.name()}"
+    return str(node.target)
+
+
+def given_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call by their names in the schema; those left to their defaults are missing."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {}
+    return {**{a.name: x for a, x in zip(node.target._schema.arguments, node.args, strict=False)}, **node.kwargs}
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

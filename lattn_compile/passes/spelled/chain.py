@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import CASTS, Index, is_snapshot, is_tensor, name_of, widens
-from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander, is_zero
+from lattn_compile.passes.spelled.aten import Index, is_snapshot, is_tensor, name_of
+from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander
 from lattn_compile.passes.spelled.labels import flat, same_size, unify
+from lattn_compile.passes.spelled.literals import is_zero
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch
-from lattn_compile.passes.spelled.reads import Read, fate_of, find_late_read, find_reads, same_elements
+from lattn_compile.passes.spelled.reads import Read, fate_of, find_late_read, find_reads
 from lattn_compile.passes.spelled.spine import candidates, path_between, roots_of, stored_origin
 from lattn_compile.passes.spelled.step import match_step
+from lattn_compile.passes.spelled.storage import LOW, lowest_dtype, rounding_of, stored_casts
 from lattn_compile.passes.spelled.terms import simplify
 from lattn_compile.passes.spelled.token import NeedsMatrix, Product, Step, split_product
-from lattn_compile.passes.spelled.views import is_view, only_shape
+from lattn_compile.passes.spelled.unread import leaks, refuse_late_reads, refuse_unread
 from lattn_compile.passes.spelled.writer import value
 
 __all__ = ["Chain", "Link", "find_chains"]
@@ -82,7 +84,7 @@ def find_chains(index: Index, *, in_loop: bool = False) -> tuple[list[Chain], li
             if _is_source(root, steps):
                 near = {x for s in run for n in s.path for x in (n, *n.all_input_nodes)}
                 misses.append(replace(error.at(run[-1].update, steps=len(run)), token=frozenset(near)))
-            elif _lowest(root) != value(run[0].update).dtype and any(
+            elif lowest_dtype(root) != value(run[0].update).dtype and any(
                 _is_source(r, steps) for r in roots_of(index, stored_origin(root), steps)
             ):
                 inside = NoMatch("STATE_ROUNDED", "a state is rounded on its way to its update", root)
@@ -274,9 +276,9 @@ def _cut(
         if first.rule == "additive" and first.decay == "none":
             raise NoMatch("NOT_A_STATE", "an outer product is added to a tensor once", last.update)
         raise NoMatch("NOT_CARRIED", "the updated tensor is neither kept nor updated again", last.update)
-    _refuse_late_reads(index, run, reads)
+    refuse_late_reads(index, run, reads)
     if not in_loop:
-        _refuse_unread(run, reads)
+        refuse_unread(index, run, reads)
     if head is not None:
         found, others = find_reads(index, head.update, first.path)
         mine = _along_key(head, found)
@@ -285,7 +287,7 @@ def _cut(
         if len(run) == 2 and first.rule == "additive" and first.decay == "none" and not mine:
             raise NoMatch("NOT_A_STATE", "a sum of two outer products", first.root)
     pieces: list[list[Link]] = [[]]
-    dtype = _rounding(index, run)
+    dtype = rounding_of(index, run)
     for i, step in enumerate(run):
         mine, others = reads[step.update]
         foreign = others and not (dtype is not None and _only_stored(index, step, dtype, children, mine))
@@ -302,65 +304,6 @@ def _cut(
             root = None
         chains.append(Chain(piece, root, dtype))
     return chains
-
-
-_CONTRACTIONS = frozenset(["aten::einsum", "aten::matmul", "aten::bmm"])
-_PARTS = frozenset(["aten::select", "aten::slice", "aten::unbind", "aten::split", "aten::chunk", "aten::index_select"])
-
-
-def _refuse_unread(run: list[Step], reads: dict[fx.Node, tuple[list[Read], bool]]) -> None:
-    """A state that nothing reads is not ours. Of one step with a fixed decay that is nothing to tell: a moving average
-    of outer products, as optimizers have them."""
-    if any(reads[step.update][0] for step in run):
-        return
-    cut = next((u for step in run for u in step.update.users if name_of(u) in _PARTS and not is_view(u)), None)
-    if cut is not None:
-        where = f"its parts are read one by one ({name_of(cut)}): one product has to read it for all heads"
-        raise NoMatch("NOT_READ", where, run[-1].update)
-    if any(_read_with_a_bonus(step) for step in run):
-        raise NoMatch(
-            "READ_BEFORE_WRITE", "the state is read before the write, with a bonus for the token", run[-1].update
-        )
-    product = next((u for step in run for u in step.update.users if name_of(u) in _CONTRACTIONS), None)
-    if product is not None:
-        several = f"{product.name} is no product of a state with one query: several heads of queries read each state"
-        raise NoMatch("NOT_READ", several, run[-1].update)
-    told = len(run) > 1 or any(p.factors for p in run[0].decay_terms)
-    raise NoMatch("NOT_READ" if told else "NOT_A_STATE", "nothing reads the state", run[-1].update)
-
-
-def _read_with_a_bonus(step: Step) -> bool:
-    """Whether a sum of the previous state and something else than its update is read."""
-    sums = (u for u in step.root.users if u is not step.update and name_of(u) in ("aten::add", "aten::addcmul"))
-    return any(same_elements(u, step.update) and any(name_of(r) in _CONTRACTIONS for r in u.users) for u in sums)
-
-
-def _refuse_late_reads(index: Index, run: list[Step], reads: dict[fx.Node, tuple[list[Read], bool]]) -> None:
-    """Reads that precede a token's write: the first state is read, or on its way to the update, and the last is not."""
-    if not reads[run[-1].update][0] and (_root_reads(index, run[0]) or leaks(run[0])):
-        raise NoMatch("READ_BEFORE_WRITE", "a token's output is read before the token is written", run[0].update)
-
-
-def leaks(step: Step, before: Collection[Read] = ()) -> bool:
-    """Whether something on the way from the previous state to the update is used elsewhere than there and in reads.
-
-    Args:
-        before: reads of the previous state, which may share views with the step.
-    """
-    own = step.path | step.late
-    path = own | {n for r in before for n in r.path}
-    ends = {step.update, *_ends(step), *(r.node for r in before)}
-    users = (user for node in own - ends for user in node.users)
-    return any(user not in path and not only_shape(user) for user in users)
-
-
-def _ends(step: Step) -> set[fx.Node]:
-    """The read among the nodes that lead to it: the one that nothing else of them uses."""
-    return {n for n in step.late if not any(u in step.late for u in n.users)}
-
-
-def _root_reads(index: Index, step: Step) -> list[Read]:
-    return find_reads(index, step.root, step.path)[0]
 
 
 def _alike(index: Index, a: Step, b: Step) -> bool:
@@ -392,67 +335,12 @@ def _views_between(state: fx.Node, root: fx.Node) -> set[fx.Node]:
     return path
 
 
-_LOW = (torch.bfloat16, torch.float16)
-
-
-def _rounding(index: Index, run: list[Step]) -> torch.dtype | None:
-    """The 16-bit dtype that every state of the run is stored in, None if states are kept as they are computed.
-
-    A first state that comes in such a dtype, and a last one that leaves in it, are casts outside of the recurrence.
-    """
-    computed = value(run[-1].update).dtype
-    between = {_lowest(step.root) for step in run[1:]}
-    if len(run) == 1:
-        before = _lowest(run[0].root)
-        return before if before in _LOW and _stored(run[0].update, before) else None
-    if all(widens(computed, d) for d in between):
-        return None
-    root = run[0].root
-    dtype = next(iter(between))
-    begins = root is not run[0].update
-    if (
-        len(between) != 1
-        or dtype not in _LOW
-        or (begins and not is_zero(stored_origin(root)) and _lowest(root) != dtype)
-    ):
-        raise NoMatch("STATE_ROUNDED", "the state is rounded after some tokens and not after others", run[-1].update)
-    last = run[-1]
-    stored = _stored(last.update, dtype)
-    if not stored or find_reads(index, last.update, set(stored))[1]:
-        raise NoMatch("STATE_ROUNDED", "the state is rounded before a token and not after the last", last.update)
-    return dtype
-
-
-def _lowest(root: fx.Node) -> torch.dtype:
-    """The narrowest dtype between where a state was computed and where it is used."""
-    node, lowest = root, value(root).dtype
-    while is_view(node) or name_of(node) in CASTS:
-        if not isinstance(node.args[0], fx.Node):
-            break
-        node = node.args[0]
-        if node.op != "call_function" or is_view(node) or name_of(node) in CASTS:
-            lowest = lowest if widens(lowest, value(node).dtype) else value(node).dtype
-    return lowest  # type: ignore[no-any-return]
-
-
-def _stored(update: fx.Node, dtype: torch.dtype) -> list[fx.Node]:
-    """The casts to `dtype` of a state."""
-    found, waiting = [], [update]
-    while waiting:
-        for user in waiting.pop().users:
-            if name_of(user) in CASTS and value(user).dtype == dtype:
-                found.append(user)
-            elif is_view(user):
-                waiting.append(user)
-    return found
-
-
 def _only_stored(
     index: Index, step: Step, dtype: torch.dtype, children: dict[fx.Node, list[Step]], reads: list[Read]
 ) -> bool:
     """Whether a rounded state is used in its rounded form only, the reads and the next step aside."""
     exclude = {n for child in _followers_of(children, step) for n in child.path} | {r.node for r in reads}
-    exclude |= set(_stored(step.update, dtype))
+    exclude |= set(stored_casts(step.update, dtype))
     return not find_reads(index, step.update, exclude)[1]
 
 
@@ -461,7 +349,7 @@ def _from_nothing(index: Index, first: Step) -> Step | None:
     origin = stored_origin(first.root)
     if origin.op != "call_function" or is_zero(origin):
         return None
-    if _lowest(first.root) not in (value(origin).dtype, *_LOW):
+    if lowest_dtype(first.root) not in (value(origin).dtype, *LOW):
         return None
     matrices = {origin}
     for _ in range(8):

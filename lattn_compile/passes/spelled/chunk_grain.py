@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from lattn_compile.passes.spelled.chunk_ops import PADS, is_analytic, name_of, sizes_of, sources
+from lattn_compile.passes.spelled.aten import short_name
+from lattn_compile.passes.spelled.chunk_ops import PADS, is_analytic, sizes_of, sources
 from lattn_compile.passes.spelled.chunk_region import Survey
 
 __all__ = ["Grain", "grain_of"]
@@ -25,6 +26,10 @@ class Grain:
         lengths = {tokens} | {n for m, n in self.pads if m == tokens}
         return 0 if self.mixed and any(n % max(self.mixed) == 0 for n in lengths) else 2
 
+    def chunks(self, tokens: int) -> list[int]:
+        """What the tokens may have been cut into, largest first."""
+        return sorted((c for c in self.mixed if c < tokens and tokens % c == 0), reverse=True)
+
 
 def grain_of(survey: Survey, exits: Sequence[fx.Node], core: set[fx.Node]) -> Grain:
     mixed: set[int] = set()
@@ -32,7 +37,7 @@ def grain_of(survey: Survey, exits: Sequence[fx.Node], core: set[fx.Node]) -> Gr
         shape = sizes_of(node)
         if shape is None or len(shape) < 2:
             continue
-        if name_of(node) in ("cumsum", "cumprod"):
+        if short_name(node) in ("cumsum", "cumprod"):
             mixed.add(shape[int(node.args[1])])  # type: ignore[arg-type]
         elif shape[-1] == shape[-2]:
             mixed.add(shape[-1])
@@ -43,7 +48,7 @@ def grain_of(survey: Survey, exits: Sequence[fx.Node], core: set[fx.Node]) -> Gr
         if not is_analytic(node):
             continue
         above = [n for n in sources(node) if not survey.is_constant(n)]
-        if name_of(node) in PADS:
+        if short_name(node) in PADS:
             a, b = sizes_of(above[0]), sizes_of(node)
             if a is not None and b is not None and a != b:
                 pads.update((m, n) for m, n in zip(a, b, strict=True) if m < n)

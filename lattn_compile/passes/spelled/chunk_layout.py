@@ -42,6 +42,9 @@ class _Eager:
     def log(self, x: Tensor) -> Tensor:
         return x.log()
 
+    def exp(self, x: Tensor) -> Tensor:
+        return x.exp()
+
     def fixed(self, decay: FixedDecay, like: Tensor, heads: int) -> Tensor:
         return decay.log.expand(*like.shape[:2], heads)
 
@@ -72,6 +75,9 @@ class Nodes(Writer):
 
     def log(self, x: fx.Node) -> fx.Node:
         return self.call(aten.log.default, x)
+
+    def exp(self, x: fx.Node) -> fx.Node:
+        return self.call(aten.exp.default, x)
 
     def fixed(self, decay: FixedDecay, like: fx.Node, heads: int) -> fx.Node:
         """`[B, T, heads]`."""
@@ -179,7 +185,13 @@ def _restored(w: Any, x: Any, labels: str, order: str, shape: Sequence[Any]) -> 
 
 def to_op(w: Any, x: Any, view: View, heads: int, *, features: bool) -> Any:
     """`[B, T, heads, F]`, or `[B, T, heads]`: fewer heads than asked for are repeated, each next to itself."""
-    x = _arranged(w, x, view.labels, "bthf" if features else "bth")
+    order = "bthf" if features else "bth"
+    if "c" in view.labels:
+        x = _arranged(w, x, view.labels, order.replace("t", "mc"))
+        batch, _, _, *rest = w.shape(x)
+        x = w.reshape(x, [batch, -1, *rest])
+    else:
+        x = _arranged(w, x, view.labels, order)
     b, t, h, *f = w.shape(x)
     if h == heads:
         return x

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
+from lattn_compile.passes.spelled.aten import short_name
 from lattn_compile.passes.spelled.proposal import CONSTANT
-from lattn_compile.passes.spelled.subgraph import Rejected, constant, name_of, shape_of, sources
+from lattn_compile.passes.spelled.subgraph import Rejected, constant, shape_of, sources
 from lattn_compile.passes.spelled.writer import value
 
 __all__ = [
     "ANALYTIC", "CASTS", "CONTRACTIONS", "LAYOUT", "PADS", "PRODUCTS", "SOLVES", "STEPS", "WRITES",
-    "Constants", "alive_nodes", "is_analytic", "name_of", "ones_dropped", "sizes_of", "sources", "users_of",
+    "Constants", "alive_nodes", "is_analytic", "is_number", "ones_dropped", "sizes_of", "sources", "users_of",
 ]  # fmt: skip
 
 
@@ -38,7 +39,7 @@ SOLVES = _words("linalg_solve_triangular linalg_solve linalg_solve_ex linalg_inv
 CONTRACTIONS = PRODUCTS | SOLVES | _words("sum mean cumsum cumprod addbmm linalg_vector_norm prod")
 """Sums over an axis: what mixes tokens is among these."""
 
-STEPS = _words("mul add sub rsub neg div where masked_fill tril triu cumsum cat stack") | LAYOUT | PICKS | CASTS
+STEPS = _words("mul add sub rsub neg div where masked_fill tril triu cumsum cat stack") | LAYOUT | PICKS | PADS | CASTS
 """May stand between a product of two sequences and the next contraction."""
 
 POINTWISE = _words("""
@@ -51,10 +52,10 @@ ANALYTIC = LAYOUT | PICKS | PADS | CASTS | JOINS | CONTRACTIONS | POINTWISE
 
 def is_analytic(node: fx.Node) -> bool:
     """Whether a node may stand inside a region. One of several results may if the call may that it is a result of."""
-    if node.op != "call_function" or (name := name_of(node)) not in ANALYTIC:
+    if node.op != "call_function" or (name := short_name(node)) not in ANALYTIC:
         return False
     whole = node.args[0] if name == "getitem" else None
-    return not isinstance(whole, fx.Node) or name_of(whole) in ANALYTIC
+    return not isinstance(whole, fx.Node) or short_name(whole) in ANALYTIC
 
 
 def sizes_of(node: fx.Node) -> tuple[int, ...] | None:
@@ -105,7 +106,7 @@ class Constants:
             return isinstance(x, torch.Tensor) and not x.requires_grad and not fake
         if node.op != "call_function":
             return False
-        if isinstance(value(node), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if is_number(node):
             return True
         if isinstance(node.target, torch._ops.OpOverload):
             impure = torch.Tag.nondeterministic_seeded in node.target.tags or node.target._schema.is_mutable
@@ -126,8 +127,15 @@ def alive_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def users_of(node: fx.Node, alive: set[fx.Node]) -> Iterator[fx.Node]:
-    """Live users that read the node's values."""
-    return (u for u in node.users if u in alive and (u.op != "call_function" or node in sources(u)))
+    """Live users that read the node's values, and not its sizes alone."""
+    return (
+        u for u in node.users if u in alive and (u.op != "call_function" or (node in sources(u) and not is_number(u)))
+    )
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether a node is a number, as sizes are."""
+    return isinstance(value(node), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _is_assertion(node: fx.Node) -> bool:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from lattn_compile.passes.spelled.aten import short_name
+from lattn_compile.passes.spelled.chunk_clamps import find_clamps
 from lattn_compile.passes.spelled.chunk_ops import (
     CASTS,
     LAYOUT,
@@ -28,7 +30,7 @@ from lattn_compile.passes.spelled.chunk_ops import (
     Constants,
     alive_nodes,
     is_analytic,
-    name_of,
+    is_number,
     sizes_of,
     sources,
     users_of,
@@ -50,6 +52,9 @@ _MASKS = ("tril", "triu", "where", "masked_fill")
 
 _EXITS = 12
 """Candidate output sets that are looked at per region."""
+
+_VIEWS = 3
+"""How many times as many may be looked at where some are views of others."""
 
 
 @dataclass
@@ -76,6 +81,7 @@ class Survey:
     """One look at a graph: order, what is alive, what is constant, and the seeds by region."""
 
     def __init__(self, graph: fx.Graph, taken: set[fx.Node]) -> None:
+        self.clamps = find_clamps(graph)
         self.sums = find_row_sums(graph)
         self.nodes = list(graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
@@ -100,7 +106,7 @@ class Survey:
         for i, node in enumerate(self.nodes):
             if node.op != "call_function" or node not in self.alive or node in self.taken:
                 continue
-            name = name_of(node)
+            name = short_name(node)
             if not is_analytic(node):
                 continue
             found = {root(label[n]) for n in sources(node) if n in label and _path(n) == _path(node)}
@@ -134,33 +140,42 @@ class Survey:
         """Whether products and layout alone lead from a node to one of these operators, in a few steps."""
         near, seen = [node], {node}
         for _ in range(_REACH):
-            near = [u for n in near for u in users_of(n, self.alive) if u not in seen]
-            seen.update(near)
-            for u in near:
-                if name_of(u) in names:
-                    return True
-            near = [u for u in near if name_of(u) in STEPS]
+            near = self._next(near, seen)
+            if any(short_name(u) in names for u in near):
+                return True
+            near = [u for u in near if short_name(u) in STEPS]
             if not near:
                 return False
         return False
 
+    def _next(self, nodes: Sequence[fx.Node], seen: set[fx.Node]) -> list[fx.Node]:
+        """What reads the values of nodes, in whatever arrangement: an einsum is taken apart into many views."""
+        found: list[fx.Node] = []
+        waiting = list(nodes)
+        while waiting:
+            for user in users_of(waiting.pop(), self.alive):
+                if user not in seen:
+                    seen.add(user)
+                    (waiting if short_name(user) in LAYOUT else found).append(user)
+        return found
+
     def masks_scores(self, node: fx.Node) -> bool:
         """Whether a product of two sequences is masked, as a causal form is, before it meets a third."""
-        if name_of(node) not in PRODUCTS:
+        if short_name(node) not in PRODUCTS:
             return False
-        near, masked = [node], False
+        near, seen, masked = [node], {node}, False
         for _ in range(_REACH):
-            near = [u for n in near for u in users_of(n, self.alive)]
-            if masked and any(name_of(u) in PRODUCTS for u in near):
+            near = self._next(near, seen)
+            if masked and any(short_name(u) in PRODUCTS for u in near):
                 return True
-            near = [u for u in near if name_of(u) in STEPS]
+            near = [u for u in near if short_name(u) in STEPS]
             masked = masked or any(self._is_masking(u) for u in near)
         return False
 
     def _is_masking(self, node: fx.Node) -> bool:
         factors = [n for n in sources(node) if sizes_of(n) is not None]
         tables = any(value(n).dtype == torch.bool or self.is_constant(n) for n in factors)
-        return name_of(node) in _MASKS or (name_of(node) == "mul" and tables and len(factors) > 1)
+        return short_name(node) in _MASKS or (short_name(node) == "mul" and tables and len(factors) > 1)
 
     def is_constant(self, node: fx.Node) -> bool:
         return node in self.constants
@@ -176,21 +191,25 @@ class Survey:
         below: set[fx.Node] = set()
         live: dict[fx.Node, int] = {}
         before: list[fx.Node] = []
-        count, product = 0, False
+        count, looked, product = 0, 0, False
         for at in range(min(self.order[n] for n in core), last if early else len(self.nodes)):
             node = self.nodes[at]
             live = {n: until for n, until in live.items() if until > at}
+            if is_number(node):
+                continue
             if node in self.alive and (node in core or any(n in below for n in self._sources(node))):
                 if node.op == "output" or (at >= last and not is_analytic(node)):
                     return
                 below.add(node)
                 live[node] = max((self.order[u] for u in users_of(node, self.alive)), default=at)
-                product = product or name_of(node) in PRODUCTS | {"sum"}
+                product = product or short_name(node) in PRODUCTS | {"sum"}
             if product and 1 <= len(live) <= 2 and (early or at >= last) and (now := list(live)) != before:
+                # The views that an einsum is taken apart into are not what there should be few of.
+                count += not (before and node in now and short_name(node) in LAYOUT)
+                looked += 1
                 before = now
                 yield now
-                count += 1
-                if count == _EXITS:
+                if count == _EXITS or looked == _VIEWS * _EXITS:
                     return
 
     def lowered(self, exits: Sequence[fx.Node], o_at: int, sizes: Sizes) -> list[fx.Node]:
@@ -235,7 +254,7 @@ class Survey:
         if _rearranges(node, above):
             return True
         a, b = sizes_of(node), sizes_of(above)
-        return name_of(node) in WRITES and a is not None and b is not None and math.prod(a) == math.prod(b)
+        return short_name(node) in WRITES and a is not None and b is not None and math.prod(a) == math.prod(b)
 
     # ---- inputs
 
@@ -266,7 +285,7 @@ class Survey:
                         rest[n] = None
                         continue
                 if not is_analytic(n) or n in self.taken:
-                    raise NoMatch("CHUNK_OPERATOR", f"{n} ({name_of(n) or n.op}) stands between the tokens and o", n)
+                    raise NoMatch("CHUNK_OPERATOR", f"{n} ({short_name(n) or n.op}) stands between the tokens and o", n)
                 found.interior.add(n)
                 stack.append(n)
         found.tokens = sorted(tokens, key=self.order.__getitem__)
@@ -326,12 +345,12 @@ class Survey:
         if not any(v.cost <= 1 for v in views(node, sizes)) or self._mixes(node, sizes, opened):
             return None
         chain = [node]
-        while name_of(chain[-1]) in LAYOUT | PICKS | PADS | CASTS and chain[-1].op == "call_function":
+        while short_name(chain[-1]) in LAYOUT | PICKS | PADS | CASTS and chain[-1].op == "call_function":
             above = sources(chain[-1])
             if not above or self.is_constant(above[0]):
                 break
             chain.append(above[0])
-        padded = [i for i, n in enumerate(chain[:-1]) if name_of(n) in PADS and not _same_size(n, chain[i + 1])]
+        padded = [i for i, n in enumerate(chain[:-1]) if short_name(n) in PADS and not _same_size(n, chain[i + 1])]
         top = padded[-1] + 1 if padded else 0
         if not any(v.cost <= 1 for v in views(chain[top], sizes)):
             top = 0
@@ -344,9 +363,9 @@ class Survey:
 
     def _mixes(self, node: fx.Node, sizes: Sizes, opened: set[fx.Node]) -> bool:
         """Whether a node is a product of two sequences."""
-        while name_of(node) in LAYOUT | CASTS and node.op == "call_function" and sources(node):
+        while short_name(node) in LAYOUT | CASTS and node.op == "call_function" and sources(node):
             node = sources(node)[0]
-        if node.op != "call_function" or name_of(node) not in PRODUCTS:
+        if node.op != "call_function" or short_name(node) not in PRODUCTS:
             return False
         factors = [n for n in sources(node) if not self.is_constant(n)]
         return len(factors) > 1 and all(
@@ -384,7 +403,7 @@ class Survey:
             ):
                 continue
             made[node] = any(made.get(n) for n in above)  # whether from tokens
-            if name_of(node) in PRODUCTS and len(sources(node)) > 1 and made[node] and node not in boundary.interior:
+            if short_name(node) in PRODUCTS and len(sources(node)) > 1 and made[node] and node not in boundary.interior:
                 found.append(node)
         return found
 
@@ -421,7 +440,7 @@ def _is_outer(node: fx.Node) -> bool:
     """Whether a value is a product with more axes than either factor: the keys and values of every token."""
     shape = sizes_of(node)
     factors = [math.prod(sizes_of(n) or ()) for n in sources(node)]
-    if shape is None or len(shape) < 3 or name_of(node) not in PRODUCTS | {"mul"} or len(factors) < 2:
+    if shape is None or len(shape) < 3 or short_name(node) not in PRODUCTS | {"mul"} or len(factors) < 2:
         return False
     return math.prod(shape) > max(factors)
 
@@ -433,7 +452,7 @@ def _path(node: fx.Node) -> object:
 
 def _is_weight(node: fx.Node) -> bool:
     """A matrix that is an input of the graph, seen through views."""
-    while node.op == "call_function" and name_of(node) in LAYOUT | CASTS and sources(node):
+    while node.op == "call_function" and short_name(node) in LAYOUT | CASTS and sources(node):
         node = sources(node)[0]
     shape = sizes_of(node)
     return node.op in ("placeholder", "get_attr") and shape is not None and len(shape) <= 2
@@ -445,7 +464,7 @@ def _same_size(a: fx.Node, b: fx.Node) -> bool:
 
 def _rearranges(node: fx.Node, above: fx.Node) -> bool:
     """Whether a node holds what is above it in another arrangement (a cast to the same dtype, a pad by nothing)."""
-    name, a, b = name_of(node), sizes_of(node), sizes_of(above)
+    name, a, b = short_name(node), sizes_of(node), sizes_of(above)
     if name in LAYOUT:
         return True
     if a is None or b is None or name not in CASTS | PADS | PICKS:

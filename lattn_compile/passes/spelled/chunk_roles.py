@@ -46,6 +46,7 @@ class Roles:
         fixed: the decay where no token chooses it; tables: leaves that hold its powers; negative: whether it was found
             with numbers below 0 for what no token reaches.
         decay_form: how g is had from its tensor: "log" (as it is) or "decay" (its logarithm).
+        log_beta: whether the tensor of beta holds its logarithm: an input gate in the exponent of a decay mask.
         o, final: views of the outputs; the state's are those that are possible, none if no state is returned.
         error: the largest difference that was seen, relative to the largest magnitude.
     """
@@ -64,6 +65,7 @@ class Roles:
     fixed: FixedDecay | None = None
     tables: Tables | None = None
     negative: bool = False
+    log_beta: bool = False
     scale: float = 1.0
     error: float = 0.0
 
@@ -91,6 +93,9 @@ def find_roles(exits: Sequence[fx.Node], o_at: int, boundary: Boundary, sizes: S
     gates = [n for n in tensors if trial.is_gate(n)]
     plain = [n for n in tensors if n not in gates]
     kinds = _kinds(plain, sizes) if len(gates) <= 1 else []
+    if len(gates) == 2 and len(plain) == 3 and (split := trial.decay_and_strength(gates)) is not None:
+        decay, strength = split
+        gates, kinds = [decay], [(plain, [strength])]
     if not kinds and len(plain) in (4, 5) and not boundary.states:
         # A state whose K is T looks like a sequence.
         for n in plain:
@@ -229,7 +234,9 @@ class _Hypotheses:
                 keys = bq.view.size("f", sizes_of(q) or ())
                 if bk.view.size("f", sizes_of(k) or ()) != keys or bv.view.size("f", sizes_of(v) or ()) != sizes.width:
                     continue
-                if bv.view.size("h", sizes_of(v) or ()) != sizes.heads:
+                # Several heads of queries may share one of values where no state says of how many heads it is.
+                with_state = returned or self.boundary.states
+                if with_state and bv.view.size("h", sizes_of(v) or ()) != sizes.heads:
                     continue
                 g = bound[3] if gates else None
                 beta = bound[-1] if scalars else None
@@ -242,13 +249,13 @@ class _Hypotheses:
                     continue
                 for rule in rules:
                     form = "decay" if gates and trial.as_decay[gates[0]] else "log"
-                    yield Roles(bq, bk, bv, g, beta, None, rule, form, o_view, finals, sizes)
+                    log_beta = beta is not None and trial.is_gate(beta.node)
+                    yield Roles(bq, bk, bv, g, beta, None, rule, form, o_view, finals, sizes, log_beta=log_beta)
 
 
 def _readings(node: fx.Node, sizes: Sizes) -> list[View]:
     found = views(node, sizes)
-    usual = [v for v in found if v.cost <= 1]
-    return (usual or found)[:_VIEWS]
+    return found[:_VIEWS]  # unusual ones come last
 
 
 def _state_readings(node: fx.Node, sizes: Sizes, keys: int) -> list[View]:
@@ -257,7 +264,7 @@ def _state_readings(node: fx.Node, sizes: Sizes, keys: int) -> list[View]:
 
 def _output_views(node: fx.Node, sizes: Sizes) -> list[View]:
     tokens = sizes.padded if sizes.padded is not None else sizes.tokens
-    out = replace(sizes, tokens=tokens)
+    out = replace(sizes, tokens=tokens, chunk=None)
     shape = sizes_of(node) or ()
     found = [w for w in views(node, out) if w.size("f", shape) == sizes.width and w.size("h", shape) == sizes.heads]
     return found[:_VIEWS]
@@ -305,8 +312,9 @@ def _fixed(roles: Roles, trial: Trial, o_at: int) -> tuple[FixedDecay | None, bo
 
 
 def _first_token(x: Tensor, view: View) -> Tensor:
-    at = view.labels.find("t")
-    return torch.cat([x.narrow(at, 0, 1), torch.zeros_like(x.narrow(at, 1, x.shape[at] - 1))], at) if at >= 0 else x
+    for at in (i for i, label in enumerate(view.labels) if label in "tmc"):
+        x = torch.cat([x.narrow(at, 0, 1), torch.zeros_like(x.narrow(at, 1, x.shape[at] - 1))], at)
+    return x
 
 
 def evaluate(
@@ -333,6 +341,7 @@ def evaluate(
         g = w.fixed(roles.fixed, q, s.heads)
     if roles.beta is not None:
         beta = to_op(w, get(roles.beta.node), roles.beta.view, s.heads, features=False)
+        beta = w.exp(beta) if roles.log_beta else beta
     if roles.state is not None and not ones:
         state = to_state(w, get(roles.state.node), roles.state.view, w.shape(q)[0], s.heads)
     return w.chunk(q, k, v, g, beta, state, rule=roles.rule, scale=scale)

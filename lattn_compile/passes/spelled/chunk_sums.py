@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.chunk_ops import CASTS, LAYOUT, PRODUCTS, STEPS, name_of, sizes_of, sources
+from lattn_compile.passes.spelled.aten import short_name
+from lattn_compile.passes.spelled.chunk_ops import CASTS, LAYOUT, PRODUCTS, STEPS, sizes_of, sources
 from lattn_compile.passes.spelled.chunk_views import Sizes, View, views
 from lattn_compile.passes.spelled.writer import Writer, value
 
@@ -46,7 +48,7 @@ def find_row_sums(graph: fx.Graph) -> RowSums:
     found = RowSums()
     overload = torch.ops.aten.sum.dim_IntList
     for node in graph.find_nodes(op="call_function", target=overload):
-        if name_of(sources(node)[0]) == "detach":
+        if short_name(sources(node)[0]) == "detach":
             node = _detached_behind(node)
         if node.target is not overload or not _is_score(scores := sources(node)[0]):
             continue
@@ -54,16 +56,16 @@ def find_row_sums(graph: fx.Graph) -> RowSums:
         rank = len(value(scores).shape)
         if not isinstance(dims, (list, tuple)) or [d % rank for d in dims] != [rank - 1]:
             continue
-        behind = [u for u in _through(scores) if name_of(u) in PRODUCTS]
+        behind = [u for u in _through(scores) if short_name(u) in PRODUCTS]
         quotients = _quotients(scores, node)
-        divided = [(p, d) for d in quotients for p in d.users if name_of(p) in ("matmul", "bmm") and p.args[0] is d]
+        divided = [(p, d) for d in quotients for p in d.users if _keeps_rows(p, d)]
         if not behind and not divided:
             continue
         found.scores[node] = scores
         found.hidden.add(node)
         for product, quotient in divided:
             w = Writer(product.next, product)
-            undivided = w.call(product.target, scores, *product.args[1:], **product.kwargs)
+            undivided = w.call(product.target, *_with(product.args, quotient, scores), **product.kwargs)
             found.products[undivided] = (product, quotient.args[1])  # type: ignore[assignment]
             found.hidden |= {product, quotient}
     return found
@@ -91,9 +93,9 @@ def _is_score(node: fx.Node) -> bool:
         at, steps = waiting.pop()
         if at.op != "call_function" or steps > _FURTHEST:
             continue
-        if name_of(at) in PRODUCTS:
+        if short_name(at) in PRODUCTS:
             return True
-        if name_of(at) in STEPS | {"exp"}:
+        if short_name(at) in STEPS | {"exp"}:
             waiting += [(n, steps + 1) for n in sources(at) if sizes_of(n) is not None]
     return False
 
@@ -102,7 +104,7 @@ def _through(node: fx.Node) -> Iterator[fx.Node]:
     """The users of a value and of its views."""
     for user in node.users:
         yield user
-        if name_of(user) in LAYOUT | CASTS:
+        if short_name(user) in LAYOUT | CASTS:
             yield from _through(user)
 
 
@@ -115,10 +117,30 @@ def _quotients(scores: fx.Node, total: fx.Node) -> list[fx.Node]:
             if user not in below and not others:
                 below.add(user)
                 waiting.append(user)
-    divisions = [u for u in scores.users if name_of(u) == "div" and u.args[0] is scores and u.args[1] in below]
+    divisions = [u for u in scores.users if short_name(u) == "div" and u.args[0] is scores and u.args[1] in below]
     # By one number a row: what is divided by numbers of its columns cannot be divided behind.
     rows = [(u, sizes_of(u.args[1]) or ()) for u in divisions]  # type: ignore[arg-type]
     return [u for u, shape in rows if len(shape) == len(sizes_of(u) or ()) and shape[-1] == 1]
+
+
+def _with(args: Any, old: fx.Node, new: fx.Node) -> Any:
+    return fx.map_arg(args, lambda n: new if n is old else n)
+
+
+def _keeps_rows(product: fx.Node, scores: fx.Node) -> bool:
+    """Whether a product sums over the columns of scores and keeps their other axes where they are, its own one last:
+    what their rows are divided by may as well divide the product."""
+    if short_name(product) in ("matmul", "bmm"):
+        return product.args[0] is scores
+    if short_name(product) != "einsum" or "..." in (equation := str(product.args[0]).replace(" ", "")):
+        return False
+    operands: Any = product.args[1]
+    subscripts, arrow, out = equation.partition("->")
+    of_scores = [s for s, n in zip(subscripts.split(","), operands, strict=True) if n is scores]
+    if not arrow or len(of_scores) != 1:
+        return False
+    (rows,) = of_scores
+    return out[:-1] == rows[:-1] and rows[-1] not in out and out[-1] not in rows and len(set(rows)) == len(rows)
 
 
 def sum_orders(node: fx.Node, sizes: Sizes) -> list[View]:

@@ -16,11 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lattn_compile.passes.spelled.expand import is_literal
+from lattn_compile.passes.spelled.literals import is_literal
 from lattn_compile.passes.spelled.proposal import CONSTANT, Proposal
 from lattn_compile.passes.spelled.subgraph import constant, is_trained
 
-__all__ = ["TINY", "VALUE", "ChunkProposal", "Powers", "Tables", "find_tables", "head_axes", "known_value"]
+__all__ = [
+    "TINY",
+    "VALUE",
+    "ChunkProposal",
+    "Powers",
+    "Tables",
+    "find_tables",
+    "head_axes",
+    "known_buffer",
+    "known_value",
+]
 
 VALUE = "lattn_value"
 """Key of a placeholder's metadata for the tensor that the traced call passed there. Another call may pass another."""
@@ -153,6 +163,13 @@ def known_value(node: fx.Node) -> Tensor | None:
     return x.detach().to("cpu")
 
 
+def known_buffer(node: fx.Node) -> Tensor | None:
+    """What an input of the graph holds that is a module's buffer. Dynamo says by its name that it is one."""
+    if node.op != "placeholder" or ("example_value" in node.meta and "_buffers_" not in node.name):
+        return None
+    return known_value(node)
+
+
 def find_tables(leaves: Sequence[fx.Node], heads: int) -> Tables | None:
     """Those of `leaves` that are powers of one decay a head. None if none is, as far as their values are known."""
     values = {n: x for n in leaves if (x := known_value(n)) is not None}
@@ -241,7 +258,8 @@ def _affine(x: Tensor, g: Tensor, head: int) -> Powers | None:
     seen = torch.cat([seen, at[-1:]])
     varies = [i for i, m in enumerate(x.shape) if i != head and m > 1]
     columns = torch.cat([torch.ones(len(seen), 1, dtype=torch.float64), seen[:, varies].double()], 1)
-    fit = torch.linalg.lstsq(columns, n[tuple(seen.T)][:, None], driver="gelsd").solution[:, 0].round()
+    known = n[tuple(seen.T)].expand(len(seen))  # a table without axes is one number
+    fit = torch.linalg.lstsq(columns, known[:, None], driver="gelsd").solution[:, 0].round()
     steps = [0] * x.dim()
     for axis, step in zip(varies, fit[1:].tolist(), strict=True):
         steps[axis] = int(step)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from lattn_compile.passes.spelled.analytic import vet
-from lattn_compile.passes.spelled.chunk_ops import PRODUCTS, name_of, sizes_of, sources
+from lattn_compile.passes.spelled.aten import short_name
+from lattn_compile.passes.spelled.chunk_ops import PRODUCTS, sizes_of, sources
 from lattn_compile.passes.spelled.chunk_region import Boundary
 from lattn_compile.passes.spelled.chunk_tables import Tables, find_tables
 from lattn_compile.passes.spelled.chunk_views import Sizes, views
@@ -74,9 +75,9 @@ class Trial:
             if n in self.exits:
                 return False
             for u in n.users:
-                if u in inside and name_of(u) in others:
+                if u in inside and short_name(u) in others:
                     return False
-                if u in inside and u not in seen and name_of(u) not in names:
+                if u in inside and u not in seen and short_name(u) not in names:
                     seen.add(u)
                     stack.append(u)
         return True
@@ -88,13 +89,21 @@ class Trial:
             above = [n for n in sources(node) if n in made]
             if not above:
                 continue
-            if name_of(node) in PRODUCTS and len(sources(node)) > 1 and len(above) == len(sources(node)):
+            if short_name(node) in PRODUCTS and len(sources(node)) > 1 and len(above) == len(sources(node)):
                 return True
             made[node] = True
         return False
 
     def is_gate(self, node: fx.Node) -> bool:
         return self.through.get(node, False) or self.as_decay.get(node, False)
+
+    def decay_and_strength(self, gates: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
+        """Which of two gates is summed up over tokens, and which meets the exponent as it is: an input gate."""
+        summed = [self._passes(n, ("cumsum",), _EXPONENTIAL) for n in gates]
+        if sum(summed) != 1 or not all(self.through[n] for n in gates):
+            return None
+        at = summed.index(True)
+        return gates[at], gates[1 - at]
 
     def _draw(self, node: fx.Node, generator: torch.Generator) -> Any:
         v = value(node)

@@ -9,23 +9,28 @@ from torch import fx
 
 from lattn_compile.passes.spelled.chunk_ops import ones_dropped, sizes_of
 
-__all__ = ["Sizes", "View", "output_sizes", "state_views", "views"]
+__all__ = ["Sizes", "View", "is_cut", "output_sizes", "state_views", "views"]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a candidate: of o, and of what it is made from. `padded`: o has so many tokens instead."""
+    """Sizes of a candidate: of o, and of what it is made from.
+
+    `padded`: o has so many tokens instead. `chunk`: tokens may be cut into chunks of so many in what it is made from.
+    """
 
     batch: int
     tokens: int
     heads: int
     width: int
     padded: int | None = None
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)
 class View:
-    """What each axis of a tensor is: `b`, `t`, `h`, `f` (features), `k` and `v` (of a state), `1` for size one.
+    """What each axis of a tensor is: `b`, `t`, `h`, `f` (features), `k` and `v` (of a state), `1` for size one; `m` and
+    `c` in place of `t` where tokens are cut into chunks: which chunk, and where in it.
 
     `cost` is 0 for the usual orders: batch before heads, features last.
     """
@@ -44,26 +49,39 @@ def views(node: fx.Node, sizes: Sizes) -> list[View]:
     return [] if shape is None else sorted(_views(shape, sizes), key=lambda v: v.cost)
 
 
+def is_cut(node: fx.Node, sizes: Sizes) -> bool:
+    """Whether a node holds every token once, cut into chunks, and cannot be read otherwise."""
+    usual = [v for v in views(node, sizes) if v.cost <= 1]
+    return bool(usual) and all("c" in v.labels for v in usual)
+
+
 def _views(shape: Sequence[int], sizes: Sizes) -> Iterator[View]:
     free = ones_dropped(shape)
-    if len(free) > 4:
+    cut = sizes.chunk is not None
+    if len(free) > 4 + cut:
         return
+    lengths = {"b": sizes.batch, "t": sizes.tokens}
+    if sizes.chunk is not None:
+        lengths |= {"m": sizes.tokens // sizes.chunk, "c": sizes.chunk}
 
     def fits(label: str, n: int) -> bool:
         if label == "h":
-            return sizes.heads % n == 0
-        return n == {"b": sizes.batch, "t": sizes.tokens}.get(label, n)
+            return n > 0 and sizes.heads % n == 0  # a part of nothing is no tensor of tokens
+        return n == lengths.get(label, n)
 
     def assign(i: int, labels: str) -> Iterator[str]:
         if i == len(free):
             yield labels
             return
-        for label in "bthf":
+        for label in "bmcthf" if cut else "bthf":
             if label not in labels and fits(label, shape[free[i]]):
                 yield from assign(i + 1, labels + label)
 
     for order in assign(0, ""):
-        if (sizes.batch > 1) != ("b" in order) or (sizes.tokens > 1) != ("t" in order):
+        tokens = [label for label in order if label in "tmc"]
+        if (sizes.batch > 1) != ("b" in order) or tokens not in ([["t"], ["m", "c"]] if sizes.tokens > 1 else [[]]):
+            continue
+        if "c" in order and "b" in order and order.index("b") > order.index("m"):
             continue
         cost = 2 * ("f" in order and order[-1] != "f")
         cost += "b" in order and "h" in order and order.index("b") > order.index("h")

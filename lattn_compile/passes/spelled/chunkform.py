@@ -9,14 +9,15 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from lattn_compile.passes.spelled.aten import short_name
 from lattn_compile.passes.spelled.chunk_grain import grain_of
 from lattn_compile.passes.spelled.chunk_layout import Nodes, output_of, state_of
-from lattn_compile.passes.spelled.chunk_ops import CONTRACTIONS, PADS, PRODUCTS, SOLVES, is_analytic, name_of, sources
+from lattn_compile.passes.spelled.chunk_ops import CONTRACTIONS, PADS, PRODUCTS, SOLVES, is_analytic, sources
 from lattn_compile.passes.spelled.chunk_region import Boundary, Survey
 from lattn_compile.passes.spelled.chunk_roles import Bound, NotEqual, Roles, evaluate, find_roles
 from lattn_compile.passes.spelled.chunk_sums import sum_orders
 from lattn_compile.passes.spelled.chunk_tables import ChunkProposal
-from lattn_compile.passes.spelled.chunk_views import Sizes, View, output_sizes
+from lattn_compile.passes.spelled.chunk_views import Sizes, View, is_cut, output_sizes
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal, withdraw
 from lattn_compile.passes.spelled.ranges import interval, is_decay
 from lattn_compile.passes.spelled.subgraph import Rejected
@@ -42,6 +43,9 @@ _TRIALS = 24
 _WRONG = 3
 """How many of them may have the same outputs."""
 
+_MEETS = 8
+"""Steps from a clamp to the scores that it masks."""
+
 _CORES = 6
 _PROGRESS = ("CHUNK_INPUTS", "CHUNK_OPERATOR", "CHUNK_NOT_EQUAL", "CHUNK_DECAY_INPUTS", "DECAY_RANGE")
 """How far a candidate came, least first."""
@@ -53,13 +57,16 @@ def find_chunk_forms(gm: fx.GraphModule, taken: set[fx.Node]) -> list[Proposal |
     Nodes in `taken` belong to other sites and are not looked into. Replacements stand in the graph, unused.
     """
     survey = Survey(gm.graph, taken)
+    used: set[fx.Node] = set()
     try:
-        return _find(survey)
+        return _find(survey, used)
     finally:
         survey.sums.erase()
+        survey.clamps.restore(used)
 
 
-def _find(survey: Survey) -> list[Proposal | NearMiss]:
+def _find(survey: Survey, used: set[fx.Node]) -> list[Proposal | NearMiss]:
+    """`used`: takes what stands inside of the forms that are found."""
     found: list[Proposal | NearMiss] = []
     done: set[fx.Node] = set()
     for seeds in survey.groups():
@@ -69,12 +76,13 @@ def _find(survey: Survey) -> list[Proposal | NearMiss]:
                 outcome, boundary = _largest(survey, left)
             except Exception as error:  # a fault of ours: the other regions of the graph are none of its business
                 log.exception("the search for chunk forms failed")
-                outcome, inside = NoMatch("SEARCH_FAILED", f"{type(error).__name__}: {error}").at(left[-1]), None
+                outcome, boundary = NoMatch("SEARCH_FAILED", f"{type(error).__name__}: {error}").at(left[-1]), None
             if outcome is not None:
                 found.append(outcome)
             inside = set() if boundary is None else boundary.interior
             if isinstance(outcome, Proposal) and boundary is not None:
                 found += _row_sums(survey, boundary)
+                used |= inside
             done |= inside
             remaining = [n for n in left if n not in inside]
             if not isinstance(outcome, Proposal) or len(remaining) == len(left):
@@ -128,21 +136,31 @@ class _Search:
         self.looked = self.failed = 0
 
     def run(self, seeds: Sequence[fx.Node]) -> tuple[Proposal | NearMiss | None, Boundary | None]:
+        for cut in (False, True):
+            self.looked = self.failed = 0
+            if (done := self._run(seeds, cut=cut)) is not None:
+                return done
+        return self._near_miss(seeds), None
+
+    def _run(self, seeds: Sequence[fx.Node], *, cut: bool) -> tuple[Proposal, Boundary] | None:
+        """With `cut`, its inputs may be tensors of chunks, where nothing holds them before they were cut."""
         cores = [set(seeds)]
         # Outputs above some of the seeds are looked at last: they may be those of a part of the recurrence.
         for early in (False, True):
             for core in cores:
-                for o_at, exits, sizes in self._candidates(core, early=early):
+                for o_at, exits, sizes in self._candidates(core, early=early, cut=cut):
                     self.looked += 1
                     if self.looked > _LOOKS:
-                        return self._near_miss(seeds), None
+                        return None
                     try:
                         below = self.survey.below(core, exits)
                         boundary = self.survey.boundary(exits, below, sizes, set())
                     except (NoMatch, Rejected) as e:
                         self._note(e)
                         continue
-                    grown = core | {n for n in boundary.interior if name_of(n) in CONTRACTIONS}
+                    if cut and not any(is_cut(n, sizes) for n in boundary.tokens):
+                        continue  # which was tried
+                    grown = core | {n for n in boundary.interior if short_name(n) in CONTRACTIONS}
                     if grown - core and len(boundary.tokens) >= 3:
                         below = self.survey.below(grown, exits)
                         if not self.survey.is_exit(below, exits):
@@ -151,10 +169,13 @@ class _Search:
                             continue
                     if (done := self._bind(exits, o_at, below, sizes, boundary)) is not None:
                         return done
-        return self._near_miss(seeds), None
+        return None
 
-    def _candidates(self, core: set[fx.Node], *, early: bool) -> list[tuple[int, list[fx.Node], Sizes]]:
-        """Outputs with their sizes, likely ones first; outputs that are cut to their tokens later come last."""
+    def _candidates(self, core: set[fx.Node], *, early: bool, cut: bool) -> list[tuple[int, list[fx.Node], Sizes]]:
+        """Outputs with their sizes, likely ones first; outputs that are cut to their tokens later come last.
+
+        With `cut`, with the sizes of chunks of which there are several.
+        """
         found: list[tuple[int, int, list[fx.Node], Sizes]] = []
         for exits in self.survey.exits(core, early=early):
             grain = grain_of(self.survey, exits, core)
@@ -162,8 +183,11 @@ class _Search:
                 for sizes in output_sizes(o):
                     short = sorted(m for m, n in grain.pads if n == sizes.tokens)
                     lowered = self.survey.lowered(exits, at, sizes)
-                    found += [(1, at, lowered, replace(sizes, tokens=m, padded=sizes.tokens)) for m in short]
-                    found.append((3 if short else grain.rank(sizes.tokens), at, lowered, sizes))
+                    ranked = [(1, replace(sizes, tokens=m, padded=sizes.tokens)) for m in short]
+                    ranked.append((3 if short else grain.rank(sizes.tokens), sizes))
+                    for rank, these in ranked:
+                        chunks = grain.chunks(these.tokens) if cut else [None]
+                        found += [(rank, at, lowered, replace(these, chunk=chunk)) for chunk in chunks]
         return [candidate for _, *candidate in sorted(found, key=lambda x: x[0])]  # type: ignore[misc]
 
     def _bind(
@@ -206,13 +230,13 @@ class _Search:
         inside = [
             n
             for n in reversed(boundary.tokens)
-            if is_analytic(n) and name_of(n) not in PADS and n not in self.survey.taken
+            if is_analytic(n) and short_name(n) not in PADS and n not in self.survey.taken
         ]
         for n in inside:
             if self.survey.is_above(boundary.tokens, n):
                 return n
         for n in inside:
-            if name_of(n) in ("mul", "div") and sum(not self.survey.is_constant(s) for s in sources(n)) > 1:
+            if short_name(n) in ("mul", "div") and sum(not self.survey.is_constant(s) for s in sources(n)) > 1:
                 return n
         return inside[0] if inside else None
 
@@ -227,7 +251,10 @@ class _Search:
         """
         if self.furthest is None:
             return None
-        names = {name_of(n) for n in seeds}
+        if self.furthest.code != "DECAY_RANGE" and (clamp := self._clamp(seeds)) is not None:
+            node, why = clamp
+            return replace(NoMatch("CHUNK_CLAMPED", f"{node}: {why}").at(node), token=frozenset(seeds))
+        names = {short_name(n) for n in seeds}
         told_apart = isinstance(self.furthest, NotEqual) and self.furthest.distance < float("inf")
         if (
             not told_apart
@@ -237,6 +264,17 @@ class _Search:
         ):
             return None
         return replace(self.furthest.at(seeds[-1]), token=frozenset(seeds))
+
+    def _clamp(self, seeds: Sequence[fx.Node]) -> tuple[fx.Node, str] | None:
+        """A clamp of a decay's differences that meets what is made from one of the seeds."""
+        for clamp, why in self.survey.clamps.kept.items():
+            below, near = {clamp}, [clamp]
+            for _ in range(_MEETS):
+                near = [u for n in near for u in n.users if u not in below]
+                below.update(near)
+            if not below.isdisjoint(n for seed in seeds for n in (seed, *seed.users)):
+                return clamp, why
+        return None
 
 
 def _progress(e: NoMatch) -> tuple[int, float]:
@@ -314,7 +352,7 @@ def _proposal(
     if roles.g is not None:
         domains[roles.g.node] = "log_decay" if roles.decay_form == "log" else "decay"
     if roles.beta is not None:
-        domains[roles.beta.node] = "beta"
+        domains[roles.beta.node] = "log_decay" if roles.log_beta else "beta"
     decay = "none" if roles.g is None and roles.fixed is None else "head"
     if roles.g is not None and "f" in roles.g.view.labels:
         decay = "channel"

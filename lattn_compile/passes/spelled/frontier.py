@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from lattn_compile.passes.spelled.aten import Index, is_tensor, name_of
-from lattn_compile.passes.spelled.expand import is_zero
+from lattn_compile.passes.spelled.literals import is_zero
 from lattn_compile.passes.spelled.masks import makes_booleans, of_mask
 from lattn_compile.passes.spelled.proposal import CONSTANT, NoMatch, Proposal
 from lattn_compile.passes.spelled.views import of_booleans

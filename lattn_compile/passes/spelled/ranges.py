@@ -14,18 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lattn_compile.passes.spelled.aten import given_arguments, short_name
+from lattn_compile.passes.spelled.intervals import (
+    INF,
+    REALS,
+    Interval,
+    at_point,
+    dtype_of,
+    dtype_range,
+    is_rounded_once,
+    loose,
+    negative,
+    outward,
+    plus,
+    quotient,
+    rounded,
+    square,
+    times,
+    union,
+)
 from lattn_compile.passes.spelled.proposal import CONSTANT, OUTER
-from lattn_compile.passes.spelled.subgraph import arguments, clean_state, constant, name_of
+from lattn_compile.passes.spelled.subgraph import clean_state, constant
 from lattn_compile.passes.spelled.writer import value
 
 __all__ = ["Interval", "interval", "is_decay", "is_log_decay"]
-
-Interval = tuple[float, float]
-"""(lowest, highest), both included; infinities allowed."""
-
-_INF = math.inf
-_REALS: Interval = (-_INF, _INF)
-_ULPS = 4
 _READ_ELEMENTS = 1 << 22
 _COMPUTED_NODES = 64
 
@@ -97,7 +109,7 @@ def _evaluated(node: fx.Node) -> Interval | None:
             low, high = (float(x) for x in values[node].to(torch.float64).aminmax())
     except Exception:  # whatever an op does not like: nothing is known then
         return None
-    return None if low != low or high != high else _loose(low, high, _dtype(node), [0.0, 1.0])
+    return None if low != low or high != high else loose(low, high, dtype_of(node), [0.0, 1.0])
 
 
 def _computable(node: fx.Node) -> bool:
@@ -112,11 +124,11 @@ def _computable(node: fx.Node) -> bool:
 def _rule(node: fx.Node) -> _Rule | None:
     if node.op != "call_function":
         return None
-    return _RULES.get(name_of(node))
+    return _RULES.get(short_name(node))
 
 
 def _bounded(node: fx.Node, rule: _Rule | None, known: dict[fx.Node, Interval]) -> Interval:
-    whole = _whole(node)
+    whole = dtype_range(node)
     if node.op == "get_attr" or CONSTANT in node.meta:
         found = _read(node)
     elif OUTER in node.meta:
@@ -128,71 +140,18 @@ def _bounded(node: fx.Node, rule: _Rule | None, known: dict[fx.Node, Interval]) 
     low, high = found
     if low != low or high != high or low > high:
         return whole
-    if whole != _REALS and any(_whole(n) == _REALS for n in node.all_input_nodes):
+    if whole != REALS and any(dtype_range(n) == REALS for n in node.all_input_nodes):
         return whole  # NaN becomes some integer
-    dtype = _dtype(node)
-    low, high = _rounded(low, high, dtype) if _is_rounded_once(node) else _outward(low, high, dtype)
+    dtype = dtype_of(node)
+    low, high = rounded(low, high, dtype) if is_rounded_once(node) else outward(low, high, dtype)
     # Integers wrap around, and a number that an integer type cannot hold becomes some other.
     return (low, high) if whole[0] <= low and high <= whole[1] else whole
-
-
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    v = value(node)
-    v = v[0] if isinstance(v, (list, tuple)) and v else v
-    return v.dtype if isinstance(v, Tensor) else None
-
-
-def _whole(node: fx.Node) -> Interval:
-    """What a dtype can hold."""
-    dtype = _dtype(node)
-    if dtype is None or dtype.is_floating_point or dtype.is_complex:
-        return _REALS
-    if dtype == torch.bool:
-        return 0.0, 1.0
-    return float(torch.iinfo(dtype).min), float(torch.iinfo(dtype).max)
-
-
-def _is_rounded_once(node: fx.Node) -> bool:
-    """Whether a node is a sum, a difference or a product, which is rounded to the nearest number of its dtype."""
-    given = arguments(node)
-    if name_of(node) not in ("add", "sub", "rsub", "mul") or given.get("alpha", 1) != 1:
-        return False
-    operands = [_dtype(x) for x in node.all_input_nodes]
-    return _dtype(node) in (torch.float32, torch.float64) and all(d == _dtype(node) for d in operands)
-
-
-def _rounded(low: float, high: float, dtype: torch.dtype | None) -> Interval:
-    """The numbers of a dtype next to bounds. Rounding is monotone: what lies between them before does so behind."""
-    with clean_state():
-        low, high = torch.tensor([low, high], dtype=torch.float64).to(dtype).tolist()
-    return low, high
-
-
-def _outward(low: float, high: float, dtype: torch.dtype | None) -> Interval:
-    """Widened to what `dtype` may round or truncate to. Zero is never crossed, and short binary fractions stay."""
-    if dtype is None:
-        return low, high
-    if not dtype.is_floating_point:
-        return (low if math.isinf(low) else math.floor(low)), (high if math.isinf(high) else math.ceil(high))
-    return -_up(-low, dtype), _up(high, dtype)
-
-
-def _up(x: float, dtype: torch.dtype) -> float:
-    info = torch.finfo(dtype)
-    if math.isinf(x) or x == 0:
-        return x
-    if abs(x) > info.max:
-        return _INF if x > 0 else -info.max
-    if info.tiny <= abs(x) and math.frexp(x)[0] * 4 % 1 == 0:
-        return x  # 1, 2, 0.5, 3 ...: exact in every dtype
-    up = x + abs(x) * 2 * info.eps + info.tiny
-    return min(up, 0.0) if x < 0 else up if up <= info.max else _INF
 
 
 def _read(node: fx.Node) -> Interval:
     """The bounds of a constant."""
     if (found := _constant(node)) is None:
-        return _whole(node)
+        return dtype_range(node)
     with clean_state(), torch.no_grad():
         low, high = found.to(torch.float64).aminmax()
         return float(low), float(high)
@@ -222,7 +181,7 @@ class _Call:
     """One call: its arguments by their names in the schema, and their bounds."""
 
     def __init__(self, node: fx.Node, known: dict[fx.Node, Interval]) -> None:
-        self.node, self._known, self.arguments = node, known, arguments(node)
+        self.node, self._known, self.arguments = node, known, given_arguments(node)
 
     def number(self, name: str, default: float) -> float | None:
         """A plain number; None if it is not known when compiling."""
@@ -234,9 +193,9 @@ class _Call:
         if isinstance(x, fx.Node):
             return self._known[x]
         if isinstance(x, (bool, int, float)):
-            rounds = _rounded if _is_rounded_once(self.node) else _outward
-            return rounds(float(x), float(x), _dtype(self.node))
-        return _REALS
+            rounds = rounded if is_rounded_once(self.node) else outward
+            return rounds(float(x), float(x), dtype_of(self.node))
+        return REALS
 
     def bounds(self, x: Any) -> Interval:
         """As `of`, of a node that may stand further up."""
@@ -259,30 +218,13 @@ class _Call:
 _Rule = Callable[[_Call], Interval]
 
 
-def _union(*parts: Interval) -> Interval:
-    return min(low for low, _ in parts), max(high for _, high in parts)
-
-
-def _times(a: Interval, b: Interval) -> Interval:
-    products = [0.0 if 0 in (x, y) else x * y for x in a for y in b]
-    return min(products), max(products)
-
-
-def _plus(a: Interval, b: Interval) -> Interval:
-    return a[0] + b[0], a[1] + b[1]
-
-
-def _negative(a: Interval) -> Interval:
-    return -a[1], -a[0]
-
-
 def _alpha(c: _Call) -> Interval:
     alpha = c.arguments.get("alpha")
     return (1.0, 1.0) if alpha is None else c.of(alpha)
 
 
 def _add(c: _Call) -> Interval:
-    whole = _plus(c[0], _times(c[1], _alpha(c)))
+    whole = plus(c[0], times(c[1], _alpha(c)))
     mixed = _mixture(c) if _alpha(c) == (1.0, 1.0) else None
     return whole if mixed is None else (max(whole[0], mixed[0]), min(whole[1], mixed[1]))
 
@@ -291,106 +233,69 @@ def _mixture(c: _Call) -> Interval | None:
     """w x + (1 - w) y with w in [0, 1] lies between x and y, as with x = 1 in w + (1 - w) y."""
     for a, b in ((c.raw(0), c.raw(1)), (c.raw(1), c.raw(0))):
         for rest, y in _factors(b):
-            if not isinstance(rest, fx.Node) or name_of(rest) not in ("rsub", "sub"):
+            if not isinstance(rest, fx.Node) or short_name(rest) not in ("rsub", "sub"):
                 continue
-            one, w = (rest.args[1], rest.args[0]) if name_of(rest) == "rsub" else rest.args[:2]
+            one, w = (rest.args[1], rest.args[0]) if short_name(rest) == "rsub" else rest.args[:2]
             if one != 1 or not isinstance(w, fx.Node) or len(rest.args) != 2:
                 continue
             low, high = c.bounds(w)
             x = next((x for v, x in [(a, 1.0), *_factors(a)] if v is w), None)
             if x is not None and low >= 0 and high <= 1:
                 # Rounding 1 - w takes no sum of the two above 1.
-                return _loose(*_union(c.bounds(x), c.bounds(y)), _dtype(c.node), [0.0, 1.0])
+                return loose(*union(c.bounds(x), c.bounds(y)), dtype_of(c.node), [0.0, 1.0])
     return None
 
 
 def _factors(x: Any) -> list[tuple[Any, Any]]:
     """The two factors of a product, in either order."""
-    if not isinstance(x, fx.Node) or name_of(x) != "mul":
+    if not isinstance(x, fx.Node) or short_name(x) != "mul":
         return []
     return [(x.args[0], x.args[1]), (x.args[1], x.args[0])]
 
 
 def _sub(c: _Call) -> Interval:
-    return _plus(c[0], _negative(_times(c[1], _alpha(c))))
+    return plus(c[0], negative(times(c[1], _alpha(c))))
 
 
 def _rsub(c: _Call) -> Interval:
-    return _plus(c[1], _negative(_times(c[0], _alpha(c))))
-
-
-def _square(a: Interval) -> Interval:
-    low, high = sorted((abs(a[0]), abs(a[1])))
-    return (0.0 if a[0] <= 0 <= a[1] else low * low, high * high)
+    return plus(c[1], negative(times(c[0], _alpha(c))))
 
 
 def _mul(c: _Call) -> Interval:
     a, b = c.raw(0), c.raw(1)
-    return _square(c[0]) if a is b and isinstance(a, fx.Node) else _times(c[0], c[1])
-
-
-def _quotient(a: Interval, b: Interval) -> Interval:
-    if b[0] <= 0 <= b[1]:
-        return _REALS  # 1 / -0.0 is -inf
-    if math.inf in (abs(b[0]), abs(b[1])) and math.inf in (abs(a[0]), abs(a[1])):
-        positive, negative = a[0] >= 0, a[1] <= 0
-        if b[1] < 0:
-            positive, negative = negative, positive
-        return (0.0 if positive else -_INF), (0.0 if negative else _INF)
-    quotients = [x / y for x in a for y in b]
-    return min(quotients), max(quotients)
+    return square(c[0]) if a is b and isinstance(a, fx.Node) else times(c[0], c[1])
 
 
 def _div(c: _Call) -> Interval:
-    return _REALS if c.has("rounding_mode") else _quotient(c[0], c[1])
+    return REALS if c.has("rounding_mode") else quotient(c[0], c[1])
 
 
 def _monotone(f: Callable[[float], float], exact: Sequence[float] = (0.0,)) -> _Rule:
     """A function that rises; `f` is exact at `exact`, where its values stand, and off by a few ulps elsewhere."""
 
     def rule(c: _Call) -> Interval:
-        return _loose(_at(f, c[0][0]), _at(f, c[0][1]), _dtype(c.node), [_at(f, x) for x in exact])
+        return loose(at_point(f, c[0][0]), at_point(f, c[0][1]), dtype_of(c.node), [at_point(f, x) for x in exact])
 
     return rule
 
 
-def _at(f: Callable[[float], float], x: float) -> float:
-    try:
-        return f(x)
-    except OverflowError:
-        return _INF
-    except ValueError:
-        return math.nan
-
-
-def _loose(low: float, high: float, dtype: torch.dtype | None, exact: Sequence[float] = ()) -> Interval:
-    """A few ulps wider, but not past an exact value."""
-    if dtype is None or not dtype.is_floating_point:
-        return low, high
-    slack = _ULPS * torch.finfo(dtype).eps
-    down, up = low - slack * abs(low), high + slack * abs(high)
-    down = max([down, *(x for x in exact if x <= low)])
-    up = min([up, *(x for x in exact if x >= high)])
-    return down, up
-
-
 def _log(x: float) -> float:
-    return -_INF if x <= 0 else math.log(x)
+    return -INF if x <= 0 else math.log(x)
 
 
 def _log1p(x: float) -> float:
-    return -_INF if x <= -1 else math.log1p(x)
+    return -INF if x <= -1 else math.log1p(x)
 
 
 def _exp(x: float) -> float:
-    return 0.0 if x == -_INF else math.exp(x)
+    return 0.0 if x == -INF else math.exp(x)
 
 
 def _softplus(c: _Call) -> Interval:
     """Within max(x, 0) and max(x, 0) + log(2) / beta, and never below 0."""
     beta = c.number("beta", 1.0)
     if beta is None or beta <= 0:
-        return _REALS
+        return REALS
     # The other branch, x itself, begins at the threshold, which need not be positive.
     threshold = c.number("threshold", 20.0)
     floor = 0.0 if threshold is not None and threshold >= 0 else min(c[0][0], 0.0)
@@ -401,7 +306,7 @@ def _clamp(c: _Call) -> Interval:
     low, high = c[0]
     for name, at in (("min", 1), ("max", 2)):
         bound = c.arguments.get(name, c.arguments.get(f"{name}_val"))
-        if bound is None and name_of(c.node) == "hardtanh":
+        if bound is None and short_name(c.node) == "hardtanh":
             bound = {1: -1.0, 2: 1.0}[at]
         if bound is None:
             continue
@@ -413,11 +318,11 @@ def _clamp(c: _Call) -> Interval:
 def _lerp(c: _Call) -> Interval:
     """Between its ends, for a weight between 0 and 1."""
     low, high = c.of(c.arguments["weight"])
-    return _loose(*_union(c[0], c[1]), _dtype(c.node), [0.0, 1.0]) if low >= 0 and high <= 1 else _REALS
+    return loose(*union(c[0], c[1]), dtype_of(c.node), [0.0, 1.0]) if low >= 0 and high <= 1 else REALS
 
 
 def _threshold(c: _Call) -> Interval:
-    return _union(c[0], c.of(c.arguments["value"]))
+    return union(c[0], c.of(c.arguments["value"]))
 
 
 def _pow(c: _Call) -> Interval:
@@ -426,20 +331,20 @@ def _pow(c: _Call) -> Interval:
     if isinstance(exponent, (int, float)):
         low, high = c[0]
         if exponent == 2:
-            return _square(c[0])
+            return square(c[0])
         if exponent == 1:
             return c[0]
         if low > 0 and exponent < 0:
-            return 0.0, (1.0 if low >= 1 else _INF)
+            return 0.0, (1.0 if low >= 1 else INF)
         if low >= 0 and exponent > 0:
-            return 0.0, (1.0 if high <= 1 else _INF)
+            return 0.0, (1.0 if high <= 1 else INF)
         if exponent >= 0 and exponent % 2 == 0:
-            return 0.0, _INF
-        return _REALS
+            return 0.0, INF
+        return REALS
     low, high = c[1]
     if c[0][0] > 0:
-        return 0.0, (1.0 if (c[0][0] >= 1 and high <= 0) or (c[0][1] <= 1 and low >= 0) else _INF)
-    return (0.0, (1.0 if c[0][1] <= 1 else _INF)) if c[0][0] >= 0 and low >= 0 else _REALS
+        return 0.0, (1.0 if (c[0][0] >= 1 and high <= 0) or (c[0][1] <= 1 and low >= 0) else INF)
+    return (0.0, (1.0 if c[0][1] <= 1 else INF)) if c[0][0] >= 0 and low >= 0 else REALS
 
 
 def _abs(c: _Call) -> Interval:
@@ -449,13 +354,13 @@ def _abs(c: _Call) -> Interval:
 
 def _signs(c: _Call) -> Interval:
     """A sum: of any number of terms, so only its sign is known."""
-    return (0.0 if c[0][0] >= 0 else -_INF), (0.0 if c[0][1] <= 0 else _INF)
+    return (0.0 if c[0][0] >= 0 else -INF), (0.0 if c[0][1] <= 0 else INF)
 
 
 def _product(c: _Call) -> Interval:
     if c[0][0] < 0:
-        return _REALS
-    return 0.0, (1.0 if c[0][1] <= 1 else _INF)
+        return REALS
+    return 0.0, (1.0 if c[0][1] <= 1 else INF)
 
 
 def _fixed(low: float, high: float) -> _Rule:
@@ -468,26 +373,26 @@ def _same(c: _Call) -> Interval:
 
 def _with(*positions: int, also: tuple[float, ...] = ()) -> _Rule:
     """Every value comes from one of these arguments, or is one of `also`."""
-    return lambda c: _union(*(c[i] for i in positions), *((x, x) for x in also))
+    return lambda c: union(*(c[i] for i in positions), *((x, x) for x in also))
 
 
 def _cat(c: _Call) -> Interval:
     tensors = c.raw(0)
-    return _union(*(c.of(t) for t in tensors)) if tensors else _REALS
+    return union(*(c.of(t) for t in tensors)) if tensors else REALS
 
 
 def _pad(c: _Call) -> Interval:
     if c.arguments.get("mode", "constant") != "constant":
         return c[0]
     fill = c.arguments.get("value")
-    return _union(c[0], c.of(0.0 if fill is None else fill))
+    return union(c[0], c.of(0.0 if fill is None else fill))
 
 
 def _getitem(c: _Call) -> Interval:
     source = c.node.args[0]
     # Of a call with several results the bounds are those of the values; the others are indices or buffers.
-    if isinstance(source, fx.Node) and name_of(source) in _FIRST_ONLY and c.node.args[1] != 0:
-        return _whole(c.node)
+    if isinstance(source, fx.Node) and short_name(source) in _FIRST_ONLY and c.node.args[1] != 0:
+        return dtype_range(c.node)
     return c[0]
 
 
@@ -500,16 +405,16 @@ def _arange(c: _Call) -> Interval:
     ends = [c.arguments.get("start", 0), c.arguments.get("end")]
     step = c.arguments.get("step", 1)
     if not all(isinstance(x, (int, float)) for x in [*ends, step]):
-        return (0.0, _INF) if isinstance(ends[0], (int, float)) and ends[0] >= 0 and step == 1 else _REALS
+        return (0.0, INF) if isinstance(ends[0], (int, float)) and ends[0] >= 0 and step == 1 else REALS
     return float(min(ends)), float(max(ends))
 
 
 def _index_put(c: _Call) -> Interval:
-    return _REALS if c.arguments.get("accumulate") else _union(c[0], c[2])
+    return REALS if c.arguments.get("accumulate") else union(c[0], c[2])
 
 
 def _scatter(c: _Call) -> Interval:
-    return _REALS if c.has("reduce") else _union(c[0], c[3])
+    return REALS if c.has("reduce") else union(c[0], c[3])
 
 
 _FIRST_ONLY = ("max", "min", "log_sigmoid_forward", "aminmax", "sort", "topk")
@@ -533,17 +438,17 @@ _RULES: dict[str, _Rule] = {
     **_each("rsub", _rsub),
     **_each("mul multiply", _mul),
     **_each("div divide true_divide", _div),
-    **_each("neg negative", lambda c: _negative(c[0])),
-    **_each("reciprocal", lambda c: _quotient((1.0, 1.0), c[0])),
-    **_each("rsqrt", lambda c: _loose(*_quotient((1.0, 1.0), _root(c[0])), _dtype(c.node), [1.0])),
+    **_each("neg negative", lambda c: negative(c[0])),
+    **_each("reciprocal", lambda c: quotient((1.0, 1.0), c[0])),
+    **_each("rsqrt", lambda c: loose(*quotient((1.0, 1.0), _root(c[0])), dtype_of(c.node), [1.0])),
     **_each("sqrt", _monotone(lambda x: math.sqrt(max(x, 0.0)), (0.0, 1.0))),
-    **_each("exp", _monotone(_exp, (-_INF, 0.0))),
-    **_each("exp2", _monotone(lambda x: 0.0 if x == -_INF else 2.0**x, (-_INF, 0.0))),
-    **_each("expm1", _monotone(math.expm1, (-_INF, 0.0))),
+    **_each("exp", _monotone(_exp, (-INF, 0.0))),
+    **_each("exp2", _monotone(lambda x: 0.0 if x == -INF else 2.0**x, (-INF, 0.0))),
+    **_each("expm1", _monotone(math.expm1, (-INF, 0.0))),
     **_each("log log2 log10", lambda c: _log_signs(c[0], 1.0)),
     **_each("log1p", _monotone(_log1p)),
-    **_each("tanh", _monotone(math.tanh, (-_INF, 0.0, _INF))),
-    **_each("erf", _monotone(math.erf, (-_INF, 0.0, _INF))),
+    **_each("tanh", _monotone(math.tanh, (-INF, 0.0, INF))),
+    **_each("erf", _monotone(math.erf, (-INF, 0.0, INF))),
     **_each("erfc", _fixed(0.0, 2.0)),
     **_each("atan", _monotone(math.atan)),
     **_each("sigmoid softmax _softmax special_ndtr hardsigmoid", _fixed(0.0, 1.0)),
@@ -551,22 +456,22 @@ _RULES: dict[str, _Rule] = {
     **_each("lerp", _lerp),
     **_each("threshold", _threshold),
     **_each("sin cos", _fixed(-1.0, 1.0)),
-    **_each("log_sigmoid log_sigmoid_forward log_softmax _log_softmax", _fixed(-_INF, 0.0)),
+    **_each("log_sigmoid log_sigmoid_forward log_softmax _log_softmax", _fixed(-INF, 0.0)),
     **_each("softplus", _softplus),
     **_each("relu", lambda c: (max(c[0][0], 0.0), max(c[0][1], 0.0))),
     **_each("clamp clip hardtanh", _clamp),
     **_each("clamp_min", lambda c: (max(c[0][0], c[1][0]), max(c[0][1], c[1][1]))),
     **_each("clamp_max", lambda c: (min(c[0][0], c[1][0]), min(c[0][1], c[1][1]))),
-    **_each("max min", lambda c: _union(*(c.of(n) for n in c.node.all_input_nodes))),
+    **_each("max min", lambda c: union(*(c.of(n) for n in c.node.all_input_nodes))),
     **_each("maximum", lambda c: (max(c[0][0], c[1][0]), max(c[0][1], c[1][1]))),
     **_each("minimum", lambda c: (min(c[0][0], c[1][0]), min(c[0][1], c[1][1]))),
     **_each("abs", _abs),
-    **_each("square", lambda c: _square(c[0])),
+    **_each("square", lambda c: square(c[0])),
     **_each("pow", _pow),
     **_each("cumsum sum mean", _signs),
-    **_each("logcumsumexp", lambda c: (c[0][0], _INF)),
+    **_each("logcumsumexp", lambda c: (c[0][0], INF)),
     **_each("prod cumprod", _product),
-    **_each("linalg_vector_norm norm", _fixed(0.0, _INF)),
+    **_each("linalg_vector_norm norm", _fixed(0.0, INF)),
     **_each("where", _with(1, 2)),
     **_each("masked_fill", _with(0, 2)),
     **_each("tril triu", _with(0, also=(0.0,))),
@@ -592,4 +497,4 @@ def _root(a: Interval) -> Interval:
 
 
 def _log_signs(a: Interval, one: float) -> Interval:
-    return (0.0 if a[0] >= one else -_INF), (0.0 if a[1] <= one else _INF)
+    return (0.0 if a[0] >= one else -INF), (0.0 if a[1] <= one else INF)

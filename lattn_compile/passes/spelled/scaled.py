@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lattn_compile.passes.spelled.aten import short_name
 from lattn_compile.passes.spelled.proposal import Proposal
-from lattn_compile.passes.spelled.subgraph import Region, hint, name_of, shape_of
+from lattn_compile.passes.spelled.subgraph import Region, hint, shape_of
 from lattn_compile.passes.spelled.writer import value
 
 __all__ = ["Sizes", "Unscalable", "other_sizes", "plans", "real"]
@@ -186,7 +187,7 @@ class _Axes:
                 self.fixed.update((x, y))
 
     def _tie(self, node: fx.Node) -> None:
-        name, (out, *more) = name_of(node), self.of[node]
+        name, (out, *more) = short_name(node), self.of[node]
         tensors = [a for a in node.all_input_nodes if self.of.get(a)]
         ins = [self.of[a][0] for a in tensors]
         args: Any = node.args
@@ -274,7 +275,7 @@ class _Axes:
         if len(ins) == len(out):
             self.same(ins, out)
         elif out:
-            at = 2 if name_of(node) in ("linalg_vector_norm", "norm") else 1
+            at = 2 if short_name(node) in ("linalg_vector_norm", "norm") else 1
             dims = node.args[at] if len(node.args) > at else node.kwargs.get("dim")
             gone = {d % len(ins) for d in ([dims] if isinstance(dims, int) else dims)}  # type: ignore[union-attr, operator]
             self.same([x for d, x in enumerate(ins) if d not in gone], out)

@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from torch import fx
 
 from lattn_compile.passes.spelled.aten import CASTS, SHAPE_ONLY, Index, is_tensor, name_of, widens
-from lattn_compile.passes.spelled.expand import VIEWS, Expander, is_zero
+from lattn_compile.passes.spelled.expand import VIEWS, Expander
 from lattn_compile.passes.spelled.labels import Axis, equal_but_for_order, flat, is_one
+from lattn_compile.passes.spelled.literals import is_zero
 from lattn_compile.passes.spelled.views import is_view
 from lattn_compile.passes.spelled.writer import value
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from lattn_compile.passes.spelled.aten import short_name
 from lattn_compile.passes.spelled.proposal import CONSTANT
 from lattn_compile.passes.spelled.smooth import smoothed
 from lattn_compile.passes.spelled.writer import value
@@ -25,7 +26,6 @@ __all__ = [
     "Loop",
     "Region",
     "Rejected",
-    "arguments",
     "clean_state",
     "constant",
     "double",
@@ -36,7 +36,6 @@ __all__ = [
     "is_symbolic",
     "is_trained",
     "loop_of",
-    "name_of",
     "run",
     "shape_of",
     "sources",
@@ -128,25 +127,6 @@ def clean_state() -> Iterator[None]:
         yield
 
 
-def name_of(node: fx.Node) -> str:
-    """`mul` for `aten.mul.Tensor` and for `prims.mul`; other namespaces keep theirs (`lattn::decode`)."""
-    if node.target is operator.getitem:
-        return "getitem"
-    if isinstance(node.target, torch._ops.OpOverload):
-        namespace, _, name = node.target._schema.name.partition("::")
-        return name if namespace in ("aten", "prims") else f"{namespace}::{name}"
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return f"higher_order::{node.target.name()}"
-    return str(node.target)
-
-
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by their names in the schema; those left to their defaults are missing."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return {}
-    return {**{a.name: x for a, x in zip(node.target._schema.arguments, node.args, strict=False)}, **node.kwargs}
-
-
 def hint(n: Any) -> Any:
     """A size (or symbolic number) as a number, without a guard. Raises Rejected for one that depends on data."""
     if not isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -190,7 +170,7 @@ def is_trained(x: Tensor) -> bool:
 
 def sources(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values this one reads; those it reads a shape of only are none of them."""
-    name = name_of(node) if node.op == "call_function" else ""
+    name = short_name(node) if node.op == "call_function" else ""
     if name in _FILLED:
         fill = [*node.args, node.kwargs.get("fill_value")][_fill_at(name) :] if _FILLED[name] is None else []
         return [n for n in fill[:1] if isinstance(n, fx.Node)]
@@ -313,7 +293,7 @@ class Loop:
 
 def loop_of(node: fx.Node, region: Region) -> Loop:
     """The loop that a higher-order op is. Raises Rejected for any other."""
-    name, args = name_of(node), list(node.args)
+    name, args = short_name(node), list(node.args)
     bodies = [_body(a, region) for a in args if isinstance(a, fx.Node) and a in region.modules]
     parts = [list(a) for a in args if isinstance(a, (list, tuple))]
     if name == "higher_order::scan" and len(bodies) == 1 and len(parts) == 3 and parts[1]:
@@ -349,7 +329,7 @@ def run(
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             env[node] = _loop(node, region, env, sizes)
         elif node in region.smooth:
-            env[node] = smoothed(node, name_of(node), env[node.args[0]])  # type: ignore[index]
+            env[node] = smoothed(node, short_name(node), env[node.args[0]])  # type: ignore[index]
         else:
             env[node] = out = _call(node, env, sizes)
             if isinstance(out, Tensor) and tuple(out.shape) != tuple(sizes(node)):
@@ -383,7 +363,7 @@ def _loop(node: fx.Node, region: Region, env: dict[fx.Node, Any], sizes: Callabl
 
 
 def _call(node: fx.Node, env: dict[fx.Node, Any], sizes: Callable[[fx.Node], Any]) -> Any:
-    name = name_of(node)
+    name = short_name(node)
     if name == "getitem":
         args = tree_map_only(fx.Node, env.__getitem__, node.args)
         return operator.getitem(*args)

@@ -29,6 +29,7 @@ __all__ = [
     "is_mask",
     "keyed",
     "multiply",
+    "negated_mask",
     "simplify",
 ]
 
@@ -125,6 +126,14 @@ def inverse(expr: Expr) -> Expr:
     if any(f.node is EYE or is_mask(f) for f in factors) or term.labels() - set(expr.free()):
         raise NoMatch("STATE_OP", "a division by a contraction")
     return Expr(expr.axes, [Term(1.0 / term.coefficient, factors)])
+
+
+def negated_mask(x: Expr) -> Expr | None:
+    """1 - x, of one mask."""
+    if len(x.terms) != 1 or x.terms[0].coefficient != 1.0 or len(x.terms[0].factors) != 1:
+        return None
+    (mask,) = x.terms[0].factors
+    return Expr(x.axes, [Term(1.0, (replace(mask, negated=not mask.negated),))]) if is_mask(mask) else None
 
 
 def broadcast(exprs: Sequence[Expr]) -> list[Axis]:

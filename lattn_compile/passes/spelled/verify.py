@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lattn_compile.passes.spelled import scaled
 from lattn_compile.passes.spelled.analytic import vet
-from lattn_compile.passes.spelled.chunk_tables import ChunkProposal
+from lattn_compile.passes.spelled.aten import short_name
+from lattn_compile.passes.spelled.chunk_tables import ChunkProposal, known_buffer
 from lattn_compile.passes.spelled.proposal import Proposal
 from lattn_compile.passes.spelled.ranges import Interval, interval
 from lattn_compile.passes.spelled.subgraph import (
@@ -35,7 +36,6 @@ from lattn_compile.passes.spelled.subgraph import (
     hint,
     is_trained,
     loop_of,
-    name_of,
     run,
     shape_of,
 )
@@ -111,7 +111,7 @@ def verify(proposal: Proposal) -> Verification:
 @contextlib.contextmanager
 def _growth(regions: Sequence[Region]) -> Iterator[None]:
     """An op refuses decays that grow, which random values for its inputs may be."""
-    ops = [n for r in regions for n in _nodes_of(r) if n.op == "call_function" and name_of(n).startswith("lattn::")]
+    ops = [n for r in regions for n in _nodes_of(r) if n.op == "call_function" and short_name(n).startswith("lattn::")]
     before = [dict(n.kwargs) for n in ops]
     for n in ops:
         n.kwargs = {**n.kwargs, "growth": True}
@@ -160,6 +160,7 @@ class _Case:
                 raise Rejected(
                     f"{old} is {a.dtype} {list(shape_of(old))}, its replacement {new} {b.dtype} {list(shape_of(new))}"
                 )
+        self.untrained = {n for n in self.frontier if known_buffer(n) is not None}
         self.gradients = self._vet()
         self.domains = self._domains()
 
@@ -195,7 +196,7 @@ class _Case:
         number: dict[fx.Node, int] = {}
         for i, node in enumerate(self.frontier):
             number[node] = i
-            digest.update(repr(("in", _kind(node), self.domains[node])).encode())
+            digest.update(repr(("in", _kind(node), self.domains[node], node in self.untrained)).encode())
         op_tokens = self._tokens()
         digest.update(repr((op_tokens, self._keys(), self.gradients)).encode())
         for region in self.regions():
@@ -280,6 +281,7 @@ class _Case:
             if is_trained(t)
         }
         drawn = [(n, x) for n, x in [*zip(self.frontier, inputs, strict=True), *leaves.items()] if n not in bound]
+        drawn = [(n, x) for n, x in drawn if n not in self.untrained]
         leaves |= {n: x for n, x in bound.items() if n not in self.frontier}
         names, wanted = [str(n) for n, x in drawn if _is_float(x)], [x for _, x in drawn if _is_float(x)]
         for x in wanted:
@@ -455,7 +457,7 @@ def _bytes(regions: Sequence[Region], sizes: scaled.Sizes) -> tuple[int, int]:
         views = dict.fromkeys(region.inputs, 1)
         live = kept = sum(size.values())
         for node in region.nodes:
-            name = name_of(node) if node.op == "call_function" else ""
+            name = short_name(node) if node.op == "call_function" else ""
             if name in _NO_MEMORY and (base := owner.get(node.args[0])) is not None:  # type: ignore[arg-type]
                 owner[node] = base
                 views[base] += 1

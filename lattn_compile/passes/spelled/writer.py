@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lattn_compile.passes.spelled.labels import same_size
@@ -68,12 +68,21 @@ class Writer:
         return node
 
     def _fake(self, target: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(fx.Node, value, (args, kwargs))
+        args, kwargs = tree_map_only(
+            fx.Node, lambda n: tree_map_only(FakeTensor, self._of_mode, value(n)), (args, kwargs)
+        )
         if self._mode is None:
             with torch.no_grad():
                 return target(*args, **kwargs)
         with self._mode, torch.no_grad():
             return target(*args, **kwargs)
+
+    def _of_mode(self, x: FakeTensor) -> torch.Tensor:
+        """The fake value itself, or one like it: tracers give a constant that they lift a mode of its own."""
+        if x.fake_mode is self._mode or self._mode is None:
+            return x
+        with self._mode:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
     def permute(self, x: fx.Node, dims: Sequence[int]) -> fx.Node:
         dims = [d % len(dims) for d in dims]

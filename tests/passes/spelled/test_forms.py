@@ -205,7 +205,7 @@ def test_several_queries_a_state_are_told() -> None:
             outs.append(torch.einsum("bgrk,bgkv->bgrv", queries, S).flatten(1, 2))
         return torch.stack(outs, 1), S
 
-    _is_left(_report(loop), "NOT_READ")
+    _is_left(_report(loop), "GROUPED_QUERIES")
 
 
 def test_a_bonus_for_the_token_is_told() -> None:

@@ -1,0 +1,165 @@
+"""One step of a short causal convolution: a new input a channel, its last inputs, which move on in memory, and `silu`;
+and beside it the small projection that a layer's gates come from.
+
+In front of a decode step stands a convolution over each channel's last three or four inputs. As a library's call it
+wants them copied together first, and once more to be kept; here a program reads a channel's inputs, moves them on where
+they lie, and writes what the model's own operations would, each cast of theirs made. The projection to a few numbers a
+head is far less than a matrix product of a library takes to begin; programs of the same launch compute it.
+"""
+
+# Triton's language, not Python: no annotations but constants, conditions on constants stand alone.
+# mypy: ignore-errors
+# ruff: noqa: SIM102
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lattn_compile.kernels.common.inputs import exp
+from lattn_compile.kernels.common.launch import launched
+
+__all__ = ["SOURCES", "convolve", "forward"]
+
+SOURCES = 3
+"""Tensors at most that the new inputs lie in, one behind the other."""
+
+_BLOCK = 256
+_ROWS = 4
+"""Of the projection, in one program."""
+
+
+@triton.jit
+def _load(x, i_seq, c, token, group, RUN: tl.constexpr, mask):
+    return tl.load(x + (i_seq * token + c // RUN * group + c % RUN), mask=mask, other=0.0)
+
+
+@triton.jit
+def convolve(
+    a,
+    b,
+    c,
+    past,
+    weight,
+    bias,
+    out,
+    x,
+    matrix,
+    projected,
+    a_token,
+    a_group,
+    b_token,
+    b_group,
+    c_token,
+    c_group,
+    CHANNELS: tl.constexpr,
+    A_END: tl.constexpr,
+    B_END: tl.constexpr,
+    A_RUN: tl.constexpr,
+    B_RUN: tl.constexpr,
+    C_RUN: tl.constexpr,
+    TAPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    INPUT_BLOCK: tl.constexpr,
+):
+    """The newest output of every channel, and `past` moved on by one.
+
+    Args:
+        a, b, c: new inputs of channels up to A_END, up to B_END, and of the others: runs of neighbours, a group apart.
+            b and c may be None.
+        past: `[N, CHANNELS, KEPT]`, contiguous, oldest first; written. TAPS - 1 <= KEPT.
+        weight: `[CHANNELS, TAPS]`, contiguous. bias: `[CHANNELS]` or None. out: `[N, CHANNELS]`, contiguous.
+        WIDTH: a power of two, at least KEPT.
+        x: `[N, INPUTS]`, matrix: `[ROWS, INPUTS]`, projected: `[N, ROWS]`, contiguous, `matrix @ x`; ROWS 0: none.
+
+    Grid: (ceil(CHANNELS / BLOCK) + ceil(ROWS / ROW_BLOCK), N).
+    """
+    i_seq = tl.program_id(1).to(tl.int64)
+    i_block = tl.program_id(0)
+    BLOCKS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
+    if ROWS:
+        if i_block >= BLOCKS:
+            row = (i_block - BLOCKS) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)
+            column = tl.arange(0, INPUT_BLOCK)
+            total = tl.zeros([ROW_BLOCK, INPUT_BLOCK], tl.float32)
+            for first in range(0, INPUTS, INPUT_BLOCK):
+                mine = first + column < INPUTS
+                b_x = tl.load(x + i_seq * INPUTS + first + column, mask=mine, other=0.0).to(tl.float32)
+                p_matrix = matrix + row[:, None] * INPUTS + (first + column)[None, :]
+                b_matrix = tl.load(p_matrix, mask=(row < ROWS)[:, None] & mine[None, :], other=0.0).to(tl.float32)
+                total += b_matrix * b_x[None, :]
+            value = tl.sum(total, 1).to(projected.dtype.element_ty)
+            tl.store(projected + i_seq * ROWS + row, value, mask=row < ROWS)
+            return
+    channel = i_block * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < CHANNELS
+    new = _load(a, i_seq, channel, a_token, a_group, A_RUN, channel < A_END)
+    if b is not None:
+        at = channel - A_END
+        new += _load(b, i_seq, at, b_token, b_group, B_RUN, (at >= 0) & (channel < B_END))
+    if c is not None:
+        at = channel - B_END
+        new += _load(c, i_seq, at, c_token, c_group, C_RUN, (at >= 0) & inside)
+
+    slot = tl.arange(0, WIDTH)
+    row = inside[:, None] & (slot < KEPT)[None, :]
+    p_past = past + (i_seq * CHANNELS + channel)[:, None] * KEPT + slot[None, :]
+    kept = tl.load(p_past, mask=row, other=0.0)
+    later = tl.load(p_past + 1, mask=row & (slot < KEPT - 1)[None, :], other=0.0)
+    tap = slot - (KEPT + 1 - TAPS)
+    p_weight = weight + channel[:, None] * TAPS + tap[None, :]
+    w = tl.load(p_weight, mask=row & (tap >= 0)[None, :], other=0.0).to(tl.float32)
+    y = tl.sum(kept.to(tl.float32) * w, 1)
+    last = tl.load(weight + channel * TAPS + (TAPS - 1), mask=inside, other=0.0).to(tl.float32)
+    y += new.to(tl.float32) * last
+    if bias is not None:
+        y += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        y = y.to(out.dtype.element_ty).to(tl.float32)
+        y = tl.div_rn(y, 1.0 + exp(-y))
+    tl.store(out + i_seq * CHANNELS + channel, y.to(out.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # another thread's lane of `later` lies where this one writes
+    tl.store(p_past, tl.where((slot == KEPT - 1)[None, :], new[:, None], later), mask=row)
+
+
+def forward(
+    new: list[tuple[Tensor, int, int, int, int]],
+    past: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    silu: bool,
+    beside: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`(out [N, C], past moved on, projected [N, R] or None)`; writes over `past` `[N, C, KEPT]`, contiguous.
+
+    Args:
+        new: at most SOURCES of (memory, channels, stride of tokens, stride of groups, channels of a group), which
+            together are one input a channel.
+        weight: `[C, TAPS]`, contiguous.
+        beside: x `[N, I]` and a matrix `[R, I]`, contiguous, whose product is taken along.
+    """
+    sequences, channels, kept = past.shape
+    memory: list[Tensor | None] = [x[0] for x in new] + [None] * (SOURCES - len(new))
+    steps = [n for x in new for n in x[2:4]] + [0] * (2 * (SOURCES - len(new)))
+    runs = [x[4] for x in new] + [1] * (SOURCES - len(new))
+    out = past.new_empty(sequences, channels)
+    x, matrix = (None, None) if beside is None else beside
+    rows, inputs = (0, 1) if matrix is None else matrix.shape
+    projected = None if x is None else x.new_empty(sequences, rows)
+    blocks = triton.cdiv(channels, _BLOCK) + triton.cdiv(rows, _ROWS)
+    launched(convolve)[(blocks, sequences)](
+        *memory, past, weight, bias, out, x, matrix, projected, *steps,
+        CHANNELS=channels, A_END=new[0][1], B_END=sum(x[1] for x in new[:2]), A_RUN=runs[0], B_RUN=runs[1],
+        C_RUN=runs[2], TAPS=weight.shape[1], KEPT=kept, WIDTH=triton.next_power_of_2(kept), SILU=silu, BLOCK=_BLOCK,
+        ROWS=rows, INPUTS=inputs, ROW_BLOCK=_ROWS, INPUT_BLOCK=min(512, triton.next_power_of_2(inputs)),
+        num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return out, past, projected

@@ -1,0 +1,441 @@
+"""What stands around a decode step on a GPU and is taken into kernels: gates, and the short convolution before it.
+
+A pass over a graph that is about to be lowered. A decode step of a layer is a handful of numbers a head, and each
+operation left beside its kernel is a launch of its own. Taken are, where the graph says exactly that:
+
+* `beta = sigmoid(b)`, rounded to the type of b;
+* `g = -exp(log_rate) * softplus(a + bias)`, in fp32, of any a, log_rate and bias that are cast to it;
+* a convolution of each channel over its last inputs, of which only the newest output is used: `cat` of the cached
+  inputs with the new one, the convolution, `silu`, and the write of the last inputs back to where they were cached;
+* beside that convolution, the product with weights that only those gates are read from.
+
+Operands are read where a projection left them: splits, reshapes and copies in between move nothing. Whatever is
+anything else stays as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from lattn_compile.lowering import _torch_triton as private
+
+__all__ = ["fold_convolutions", "fold_gates"]
+
+_aten, _prims = torch.ops.aten, torch.ops.prims
+
+_SAME_ORDER = frozenset(
+    {
+        _aten.reshape.default,
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten.squeeze.dim,
+        _aten.squeeze.dims,
+        _aten.unsqueeze.default,
+    }
+)
+"""They keep the order of a tensor's elements, and so does a contiguous copy."""
+
+_VIEWS = _SAME_ORDER | {
+    _aten.permute.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.transpose.int,
+}
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Placed(NamedTuple):
+    """Rows of numbers in memory: number j of row i lies at `i * row + j // run * group + j % run * step`."""
+
+    node: fx.Node
+    row: int
+    group: int
+    step: int
+    run: int
+
+
+def placed(node: Any, rows: int, numbers: int) -> Placed | None:
+    """Where `node`, taken as `[rows, numbers]` in the order of its elements, lies in memory, if two strides say it."""
+    value = _value(node)
+    if value is None or value.numel() != rows * numbers:
+        return None
+    node = _origin(node)
+    value = _value(node)
+    if value is None:
+        return None
+    dims = [(n, s) for n, s in zip(value.shape, value.stride(), strict=True) if n != 1]
+    if not all(isinstance(n, int) and isinstance(s, int) for n, s in dims):
+        return None
+    inner: list[tuple[int, int]] = []
+    left = numbers
+    while left > 1 and dims:
+        n, s = dims.pop()
+        if left % n and n % left:
+            return None
+        if n > left:  # the rest of this axis counts rows
+            dims.append((n // left, s * left))
+            n = left
+        left //= n
+        if inner and s == inner[-1][0] * inner[-1][1]:
+            n, s = n * inner[-1][0], inner.pop()[1]
+        inner.append((n, s))
+    outer: list[tuple[int, int]] = []
+    while dims:
+        n, s = dims.pop()
+        if outer and s == outer[-1][0] * outer[-1][1]:
+            n, s = n * outer[-1][0], outer.pop()[1]
+        outer.append((n, s))
+    if left > 1 or len(inner) > 2 or len(outer) > 1:
+        return None
+    inner = inner or [(1, 1)]
+    (run, step), (_, group) = inner[0], inner[1] if len(inner) == 2 else (1, 0)
+    return Placed(node, outer[0][1] if outer else 0, group, step, run)
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """What has the elements of `node` in the same order, and moved nothing to have them so."""
+    while node.target in _SAME_ORDER or _is_contiguous_copy(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _is_contiguous_copy(node: fx.Node) -> bool:
+    kept = node.kwargs.get("memory_format", torch.preserve_format)
+    return node.target is _aten.clone.default and kept in (torch.contiguous_format, torch.preserve_format)
+
+
+def _value(node: Any) -> Tensor | None:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _is(node: Any, *targets: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def _uncast(node: Any) -> Any:
+    """What is cast to fp32 here, or the node itself."""
+    if _is(node, _prims.convert_element_type.default) and node.args[1] is torch.float32:
+        value = _value(node.args[0])
+        if value is not None and value.dtype in _FLOATS:
+            return node.args[0]
+    return node
+
+
+def _pairs(node: Any, target: Any) -> Iterator[tuple[Any, Any]]:
+    """The two operands of a commutative operation, either way round."""
+    if _is(node, target) and len(node.args) == 2 and not node.kwargs:
+        a, b = node.args
+        yield a, b
+        yield b, a
+
+
+def fold_gates(graph: fx.Graph) -> int:
+    """Takes gates into the decode steps of `graph`; returns how many."""
+    from lattn_compile.kernels import decode_step
+
+    taken = 0
+    for node, _ in private.launches(graph, decode_step.step):
+        given = private.arguments(node)
+        heads, (sequences, *_) = given["value_heads"], given["source"].meta["val"].shape
+        if not isinstance(sequences, int):
+            continue
+        beta = _sigmoid_of(given["beta"], sequences, heads)
+        if beta is not None:
+            given |= {"beta": beta.node, "BETA": decode_step.SIGMOID, **_where("beta", beta)}
+        decay = _mamba(given["g"], sequences, heads) if given["DECAY"] == 1 else None
+        if decay is not None:
+            rate, x, bias = decay
+            given |= {"g": x.node, "log_rate": rate, "bias": bias, "DECAY": decode_step.MAMBA, **_where("g", x)}
+        old = private.arguments(node)
+        private.relaunch(node, given)
+        _erase(graph, [x for x in (old["beta"], old["g"]) if isinstance(x, fx.Node)])
+        taken += (beta is not None) + (decay is not None)
+    return taken
+
+
+def _where(name: str, at: Placed) -> dict[str, int]:
+    return {
+        f"{name}_token": at.row,
+        f"{name}_group": at.group,
+        f"{name}_head": at.step,
+        f"{name.upper()}_RUN": at.run,
+    }
+
+
+def _sigmoid_of(node: Any, rows: int, heads: int) -> Placed | None:
+    if not isinstance(node, fx.Node):
+        return None
+    node = _uncast(_origin(node))
+    node = _origin(node)
+    if not _is(node, _aten.sigmoid.default):
+        return None
+    return placed(node.args[0], rows, heads)
+
+
+def _mamba(node: fx.Node, rows: int, heads: int) -> tuple[fx.Node, Placed, fx.Node] | None:
+    """`log_rate, a, bias` of `-exp(log_rate) * softplus(a + bias)`."""
+    for rate, soft in _pairs(_origin(node), _aten.mul.Tensor):
+        if not _is(rate, _aten.neg.default) or not _is(rate.args[0], _aten.exp.default):
+            continue
+        log_rate, x = _uncast(rate.args[0].args[0]), _softplus_of(soft)
+        if x is None or not _is_vector(log_rate, heads) or _value(x).dtype is not torch.float32:  # type: ignore[union-attr]
+            continue
+        for a, bias in _pairs(x, _aten.add.Tensor):
+            bias = _uncast(bias)
+            if _is_vector(bias, heads) and (at := placed(_uncast(a), rows, heads)) is not None:
+                return log_rate, at, bias
+    return None
+
+
+def _is_vector(node: Any, heads: int) -> bool:
+    """Whether it is one number a head, neighbours in memory, and no value of the graph that might be fused."""
+    value = _value(node)
+    return (
+        value is not None
+        and node.op in ("placeholder", "get_attr")
+        and tuple(value.shape) == (heads,)
+        and value.stride() == (1,)
+        and value.dtype in _FLOATS
+    )
+
+
+def _softplus_of(node: Any) -> fx.Node | None:
+    """x of `where(x > 20, x, log1p(exp(x)))`."""
+    if _is(node, _aten.softplus.default):
+        return node.args[0] if tuple(node.args[1:]) in ((), (1,), (1, 20)) else None  # type: ignore[no-any-return]
+    if not _is(node, _aten.where.self):
+        return None
+    above, x, below = node.args
+    if not _is(above, _aten.gt.Scalar) or tuple(above.args) != (x, 20) or not _is(below, _aten.log1p.default):
+        return None
+    exp = below.args[0]
+    return x if _is(exp, _aten.exp.default) and exp.args[0] is x else None
+
+
+class _Convolution(NamedTuple):
+    """What `fold_convolutions` replaces: `output` and `kept` (the inputs moved on), both made of `joined`."""
+
+    joined: fx.Node
+    output: fx.Node
+    kept: fx.Node
+    new: list[tuple[Placed, int]]
+    past: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    silu: bool
+
+
+_MOST_ROWS, _MOST_SEQUENCES = 128, 256
+"""Of a projection that is taken along: a library's product reads the weights once for all sequences, we do for each."""
+
+
+def fold_convolutions(graph: fx.Graph, *, projections: bool) -> int:
+    """Puts one kernel in the place of each step of a short convolution in `graph`; returns how many.
+
+    Args:
+        projections: the product that gates come from is taken along.
+    """
+    found = 0
+    for node in graph.find_nodes(op="call_function", target=_aten.convolution.default):
+        if (step := _convolution(node)) is not None:
+            _replace(graph, step, _projection(step) if projections else None)
+            found += 1
+    if found:
+        private.sorted_again(graph)
+    return found
+
+
+def _projection(c: _Convolution) -> fx.Node | None:
+    """The small product that nothing but decode steps reads, of the same input as the product that the convolution's
+    inputs come from."""
+    from lattn_compile.kernels import decode_step
+
+    product = _memory_of(c.new[0][0].node)
+    if not _is(product, _aten.mm.default) or not isinstance(product.args[0], fx.Node):
+        return None
+    source = _origin(product.args[0])
+    steps = {node for node, _ in private.launches(product.graph, decode_step.step)}
+    for node in product.graph.find_nodes(op="call_function", target=_aten.mm.default):
+        x, weights = node.args
+        if node is product or not isinstance(x, fx.Node) or _origin(x) is not source:
+            continue
+        value, given = _value(node), _value(x)
+        if value is None or given is None or not given.is_contiguous() or given.dtype not in _FLOATS:
+            continue
+        sequences, rows = value.shape
+        fits = isinstance(sequences, int) and sequences <= _MOST_SEQUENCES and rows <= _MOST_ROWS
+        if fits and _transposed(weights) is not None and _readers(node) <= steps:
+            return node
+    return None
+
+
+def _transposed(node: Any) -> fx.Node | None:
+    """A parameter, contiguous, of which `node` is the transpose."""
+    if not _is(node, _aten.permute.default) or node.args[1] != [1, 0]:
+        return None
+    weight, value = node.args[0], _value(node.args[0])
+    return weight if value is not None and weight.op == "placeholder" and value.is_contiguous() else None
+
+
+def _memory_of(node: fx.Node) -> fx.Node:
+    """What a view, or a part of one, is a view of."""
+    while node.target in _VIEWS or _is(node, operator.getitem):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """Who reads `node` or views of it."""
+    found: set[fx.Node] = set()
+    for user in node.users:
+        found |= _readers(user) if user.target in _VIEWS or _is(user, operator.getitem) else {user}
+    return found
+
+
+def _convolution(node: fx.Node) -> _Convolution | None:
+    joined, weight, bias, stride, padding, dilation, transposed, _, groups = node.args
+    if not isinstance(joined, fx.Node) or not isinstance(weight, fx.Node) or not _is(joined, _aten.cat.default):
+        return None
+    taps, parts, dim = _value(weight), _nodes(joined.args[0]), joined.args[1] if len(joined.args) > 1 else 0
+    if taps is None or taps.dim() != 3 or taps.shape[1] != 1 or taps.shape[0] != groups or len(parts) != 2:
+        return None
+    if transposed or (stride, padding, dilation) != ([1], [0], [1]) or dim not in (-1, 2):
+        return None
+    (past, new), memory = parts, _origin(weight)
+    inputs, stored = _value(past), _value(memory)
+    if inputs is None or stored is None or inputs.device.type != "cuda" or inputs.dtype not in _FLOATS:
+        return None
+    for x, value in ((past, inputs), (memory, stored)):
+        if x.op != "placeholder" or not value.is_contiguous() or value.dtype is not inputs.dtype:
+            return None
+    sequences, channels, kept = inputs.shape
+    if not isinstance(sequences, int) or taps.shape[2] - 1 > kept or channels != groups:
+        return None
+    if bias is not None and not _is_vector(bias, channels):
+        return None
+    sources = _sources(new, sequences, channels)
+    last = _last(node, kept + 2 - taps.shape[2])
+    moved = [x for x in joined.users if x is not node]
+    if sources is None or last is None or len(moved) != 1 or not _is_last(moved[0], kept, kept + 1):
+        return None
+    silu = _silu(last)
+    by_channel = bias if isinstance(bias, fx.Node) else None
+    return _Convolution(joined, silu or last, moved[0], sources, past, memory, by_channel, silu is not None)
+
+
+def _nodes(x: Any) -> list[fx.Node]:
+    return [y for y in x if isinstance(y, fx.Node)] if isinstance(x, (list, tuple)) else []
+
+
+def _last(node: fx.Node, length: int) -> fx.Node | None:
+    """Who alone reads of `node` `[.., length]`, and only its last output."""
+    if length == 1:
+        return node
+    users = list(node.users)
+    return users[0] if len(users) == 1 and _is_last(users[0], 1, length) else None
+
+
+def _is_last(node: fx.Node, count: int, length: int) -> bool:
+    """Whether it is the last `count` of `length` on the last of three axes."""
+    if not _is(node, _aten.slice.Tensor) or len(node.args) != 4 or node.args[1] not in (2, -1):
+        return False
+    start, end = node.args[2:]
+    if not isinstance(start, int) or not isinstance(end, int):
+        return False
+    return (start + length if start < 0 else start) == length - count and end >= length
+
+
+def _silu(node: fx.Node) -> fx.Node | None:
+    """`silu` of `node`, if nothing else is made of it: x / (1 + exp(-x)) in fp32, then cast back."""
+    dtype = _value(node).dtype  # type: ignore[union-attr]
+    x = node
+    if dtype is not torch.float32:
+        if len(node.users) != 1 or _uncast(wide := next(iter(node.users))) is not node:
+            return None
+        x = wide
+    for quotient in x.users:
+        if _is(quotient, _aten.div.Tensor) and quotient.args[0] is x and _one_more(quotient.args[1], x):
+            if set(x.users) != {quotient, quotient.args[1].args[0].args[0]}:  # type: ignore[union-attr]
+                return None
+            if dtype is torch.float32:
+                return quotient
+            users = list(quotient.users)
+            back = _is(users[0], _prims.convert_element_type.default) and users[0].args[1] is dtype
+            return users[0] if len(users) == 1 and back else None
+    return None
+
+
+def _one_more(node: Any, x: fx.Node) -> bool:
+    """Whether it is `exp(-x) + 1`."""
+    if not _is(node, _aten.add.Tensor) or node.args[1] != 1 or not _is(node.args[0], _aten.exp.default):
+        return False
+    negative = node.args[0].args[0]
+    return _is(negative, _aten.neg.default) and negative.args[0] is x
+
+
+def _sources(node: fx.Node, sequences: int, channels: int) -> list[tuple[Placed, int]] | None:
+    """Where new inputs `[N, C, 1]` lie, in the order of their channels."""
+    from lattn_compile.kernels.conv_step import SOURCES
+
+    node = _origin(node)
+    if _is(node, _aten.permute.default) and node.args[1] == [0, 2, 1] and isinstance(node.args[0], fx.Node):
+        node = _origin(node.args[0])
+    value, parts = _value(node), [node]
+    if value is not None and _is(node, _aten.cat.default) and value.shape[-1] == channels:
+        dim, several = node.args[1] if len(node.args) > 1 else 0, _nodes(node.args[0])
+        if dim in (-1, value.dim() - 1) and len(several) <= SOURCES:
+            parts = several
+    found = []
+    for part in parts:
+        value = _value(part)
+        at = None if value is None else placed(part, sequences, value.numel() // sequences)
+        if value is None or at is None or at.step != 1:
+            return None
+        found.append((at, value.numel() // sequences))
+    return found if sum(count for _, count in found) == channels else None
+
+
+def _replace(graph: fx.Graph, c: _Convolution, product: fx.Node | None) -> None:
+    from lattn_compile.kernels import conv_step
+
+    nodes = [at.node for at, _ in c.new]
+    rest = [c.past, c.weight, *([] if c.bias is None else [c.bias])]
+    beside: list[Any] = [] if product is None else [product.args[0], _transposed(product.args[1])]
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        given = iter(tensors)
+        new = [(next(given), count, at.row, at.group, at.run) for at, count in c.new]
+        past, weight, bias = next(given), next(given), None if c.bias is None else next(given)
+        weight = weight.view(past.shape[1], -1)
+        x = (next(given), next(given)) if beside else None
+        out, moved, projected = conv_step.forward(new, past, weight, bias, silu=c.silu, beside=x)
+        return (out.unsqueeze(-1), moved) if projected is None else (out.unsqueeze(-1), moved, projected)
+
+    out, moved, *projected = private.inserted(graph, c.joined, call, [*nodes, *rest, *beside])
+    old = [user for user in c.kept.users if _is(user, _aten.copy.default) and user.args == (c.past, c.kept)]
+    replaced = [(c.output, out), *((x, moved) for x in (*old, c.kept))]
+    if product is not None:
+        replaced.append((product, projected[0]))
+    for node, new in replaced:
+        node.replace_all_uses_with(new)
+    _erase(graph, [node for node, _ in replaced])
+
+
+def _erase(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Nodes that nobody reads any more, and what nobody else read."""
+    gone: set[fx.Node] = set()
+    while nodes:
+        node = nodes.pop(0)
+        if node not in gone and not node.users and node.op == "call_function":
+            gone.add(node)
+            nodes += node.all_input_nodes
+            graph.erase_node(node)

@@ -1,0 +1,107 @@
+"""One decode step with everything around it, and the short convolution before it. Run with TRITON_INTERPRET=1, whose
+casts to bf16 cut off: 16 bits are fp16 here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lattn_compile.kernels import conv_step, decode_step
+from tests.ops.cases import inputs, options
+
+
+@pytest.mark.parametrize(("dtype", "grouped"), [(torch.float32, True), (torch.float16, False)])
+def test_gates_are_computed_as_a_model_computes_them(dtype: torch.dtype, grouped: bool) -> None:
+    x = inputs(batch=3, tokens=1, heads=2, value_heads=6, key_dim=20, value_dim=24, dtype=torch.float32)
+    q, k, v, state = x[0][:, 0], x[1][:, 0], x[2][:, 0], x[5]
+    rng = torch.Generator().manual_seed(3)
+    both = torch.randn(3, 2, 6, generator=rng).mul(12).to(dtype)  # of two groups: three before a sigmoid, three decays
+    rate, bias = (torch.randn(6, generator=rng).to(dtype) for _ in range(2))
+    b, a = (both[:, :, i : i + 3] for i in (0, 3))
+    where = {"group": 6, "head": 1, "run": 3, "token": 12}
+    if not grouped:
+        b, a = b.reshape(3, 6), a.reshape(3, 6)
+        where = {"group": 0, "head": 1, "run": 6, "token": 6}
+    gates = [
+        b.reshape(3, 6).sigmoid(),
+        -rate.float().exp() * torch.nn.functional.softplus(a.reshape(3, 6).float() + bias),
+    ]
+    beta, g = (y[:, None] for y in gates)
+    keywords = options("decode", qk_l2norm=True)
+    want = torch.ops.lattn.decode(*x[:3], g, beta, state, *[None] * 4, **keywords, implementation="reference")
+    o, new = torch.empty(3, 6, 24), state.clone()
+    _step_with_gates(q, k, v, a, rate, bias, b, new, o, where, keywords)
+    torch.testing.assert_close(o, want[0][:, 0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(new, want[1], rtol=1e-5, atol=1e-5)
+
+
+def _step_with_gates(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, rate: Tensor, bias: Tensor, b: Tensor, state: Tensor, o: Tensor,
+    where: dict[str, int], keywords: dict[str, Any],
+) -> None:  # fmt: skip
+    """Launches `step` with what the pass over a graph gives it."""
+    found: dict[str, Any] = {}
+
+    class Launch:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **kwargs: Any) -> None:
+                names = decode_step.step.arg_names
+                found.update(dict(zip(names, args, strict=False)) | kwargs, grid=grid)
+
+            return launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_step, "launched", lambda kernel: Launch())
+        flat = [x.reshape(3, 6) for x in (a, b)]
+        decode_step.forward(
+            q, k, v, *flat, state, o, rule="delta", scale=keywords["scale"], qk_l2norm=True, quantize=None,
+            readout="before_write", enter=False,
+        )  # fmt: skip
+    found |= {"g": a, "beta": b, "log_rate": rate, "bias": bias}
+    found |= {"DECAY": decode_step.MAMBA, "BETA": decode_step.SIGMOID}
+    for name in ("g", "beta"):
+        found |= {f"{name}_{x}": where[x] for x in ("group", "head", "token")} | {f"{name.upper()}_RUN": where["run"]}
+    for name in ("num_warps", "num_stages", "enable_fp_fusion"):
+        del found[name]
+    decode_step.step[found.pop("grid")](**found)
+
+
+@pytest.mark.parametrize(
+    ("parts", "taps", "kept", "silu", "dtype"),
+    [
+        (3, 4, 4, True, torch.float32),
+        (3, 4, 4, True, torch.float16),
+        (1, 4, 3, False, torch.float32),
+        (2, 3, 5, True, torch.float32),
+    ],
+)
+def test_a_step_of_a_convolution(parts: int, taps: int, kept: int, silu: bool, dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(0)
+    sizes = [(4, 96), (4, 96), (4, 224)][:parts]  # groups, channels of one
+    memory = torch.randn(2, 4, sum(n for _, n in sizes), generator=rng).to(dtype)
+    given, first = [], 0
+    for groups, run in sizes:
+        given.append((memory[:, :, first : first + run], groups * run, memory.stride(0), memory.stride(1), run))
+        first += run
+    channels = sum(x[1] for x in given)
+    past = torch.randn(2, channels, kept, generator=rng).to(dtype)
+    weight, bias = torch.randn(channels, taps, generator=rng).to(dtype), torch.randn(channels, generator=rng).to(dtype)
+    joined = torch.cat([past, torch.cat([x[0].reshape(2, -1) for x in given], 1)[..., None]], -1)
+    want = torch.nn.functional.conv1d(joined.double(), weight.double()[:, None], bias.double(), groups=channels)[
+        ..., -1
+    ]
+    want = want.to(dtype)
+    want = torch.nn.functional.silu(want) if silu else want
+    beside = None
+    if parts > 1:  # five rows are a whole program's and part of another's
+        beside = torch.randn(2, 700, generator=rng).to(dtype), torch.randn(5, 700, generator=rng).to(dtype)
+    out, moved, projected = conv_step.forward(given, past.clone(), weight, bias, silu=silu, beside=beside)
+    assert torch.equal(moved, joined[..., 1:])
+    assert (projected is None) == (beside is None)
+    if beside is not None:
+        x, matrix = (y.double() for y in beside)
+        torch.testing.assert_close(projected, (x @ matrix.T).to(dtype), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(out, want, rtol=1e-5 if dtype is torch.float32 else 2**-9, atol=1e-5)
