@@ -14,12 +14,12 @@ from torch import Tensor
 from lattn_compile.carry import Call
 from lattn_compile.packed import layout
 
-__all__ = ["HEADS", "OPS", "PACKED", "SEQUENCES", "axes_of_output", "axes_of_tensors"]
+__all__ = ["HEADS", "OPS", "PACKED", "RAW_GATES", "SEQUENCES", "axes_of_output", "axes_of_tensors"]
 
 SEQUENCES, HEADS = "bnsr", "hjc"
 """Axes that are cut together. Tokens and channels are what a recurrence runs through: they never are."""
 
-PACKED = ("decode_", "replay_", "flush_")
+PACKED = tuple(f"{name}{where}" for name in ("decode_", "replay_", "flush_") for where in ("", "device_"))
 OPS = (
     *("chunk", "decode", "decode_recorded", "replay"),
     *("chunk_backward", "decode_backward", "decode_backward_recorded", "replay_backward"),
@@ -29,6 +29,8 @@ OPS = (
 
 _RING = {"ring_k": "nwhk", "ring_u": "nwjv", "ring_g": "nwj nwjk", "ring_v": "nwjv", "ring_beta": "nwj"}
 _FLOATS = {"q": "bthk", "k": "bthk", "v": "btjv", "g": "btj btjk", "beta": "btj", **_RING}
+RAW_GATES = ("a_log", "dt_bias")
+"""Tensors among the options of a packed step."""
 _COUNTS = ("prefix_lengths", "sequence_lengths", "cursor", "position", "sequence_ids", "has_initial_state")
 _OUTPUTS = {"o": "btjv", "final_state": "njkv", "anchor": "njkv"}
 
@@ -40,6 +42,7 @@ _AXES: dict[str, str] = {
     **{f"d{name}": axes for name, axes in _FLOATS.items()},
     **{f"grad_{name}": axes for name, axes in {**_OUTPUTS, **_RING}.items()},
     "checkpoints": "rc rckv",
+    **dict.fromkeys(RAW_GATES, "j jk"),
 }
 """By the names in the schemas; where there are several, the number of dimensions decides."""
 
@@ -55,9 +58,11 @@ def _state(dims: int) -> str:
 
 
 def axes_of_tensors(op: str, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, str]:
-    """The axes of every tensor among the arguments of a call; those of a list are called `name[key]`."""
+    """The axes of every tensor among the arguments of a call; those of a list are called `name[key]`, those
+    among the options come last."""
     found: dict[str, str] = {}
-    for name, x in arguments.items():
+    raw = {name: options[name] for name in RAW_GATES if options.get(name) is not None}
+    for name, x in {**arguments, **raw}.items():
         if isinstance(x, Tensor):
             if op in PACKED and name in ("cursor", "position"):
                 found[name] = "s"
@@ -78,7 +83,7 @@ def _stored(
     op: str, tensors: Sequence[Tensor], arguments: Mapping[str, Any], options: Mapping[str, Any]
 ) -> dict[str, str]:
     """Of a packed state `[slots, ...]`: rings are `[slots, records, heads, ...]`, all else `[slots, heads, ...]`."""
-    if op == "flush_":
+    if op.startswith("flush_"):
         has_decay, has_beta = options.get("decay", "none") != "none", options.get("has_beta", False)
     else:
         has_decay, has_beta = arguments["g"] is not None, arguments["beta"] is not None

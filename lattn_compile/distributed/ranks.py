@@ -13,7 +13,8 @@ import contextlib
 import datetime
 import pickle
 import re
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ _ENTERS = 1800.0
 """The same where they begin to compute: one may have read its weights long before another."""
 
 _talking: dict[tuple[int, ...], Gloo] = {}
-_talking_in: list[dist.Store] = []  # where ranks met: the one of those groups is the last, another after another init
+_met = 0  # how many process groups they met in
+_talking_in: Callable[[], Any] = bool  # the last of these, while there is one
 
 
 def _alone() -> bool:
@@ -43,12 +45,16 @@ def _alone() -> bool:
 
 
 def _name() -> str:
-    """Of what ranks tell one another in the present store. torchrun's outlives a process group, and would have the
-    words and addresses of one before it."""
-    if not _talking_in or _talking_in[-1] is not default_store():
+    """Of what ranks tell one another in the present process group. torchrun's store outlives one, and would have the
+    words and addresses of one before it. Any other must not: our groups hold it, and while they do, the next process
+    group at its address gets it again, with all that is in it."""
+    global _met, _talking_in
+    world = dist.group.WORLD
+    if _talking_in() is not world:
         _talking.clear()
-        _talking_in.append(default_store())
-    return f"lattn_compile/{len(_talking_in)}"
+        _met += 1
+        _talking_in = weakref.ref(world, lambda _: _talking.clear())
+    return f"lattn_compile/{_met}"
 
 
 def _talk(group: dist.ProcessGroup | None, seconds: float = SECONDS) -> Gloo:
@@ -74,7 +80,7 @@ def meet(value: Any, *, group: dist.ProcessGroup | None = None, seconds: float =
         talk = _talk(group, seconds)
         talk.monitored_barrier(datetime.timedelta(seconds=seconds), True)
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(n) for n in _of_every_rank(torch.tensor([len(mine)]), talk)]
+        sizes = [int(n) for n in _of_every_rank(torch.tensor([len(mine)], device="cpu"), talk)]
         every = _of_every_rank(torch.nn.functional.pad(mine, (0, max(sizes) - len(mine))), talk)
         return [pickle.loads(x[:n].numpy().tobytes()) for x, n in zip(every, sizes, strict=True)]
     except RuntimeError as error:
@@ -126,6 +132,7 @@ def together(*, seconds: float = 5.0, watch: bool | None = None) -> Iterator[Non
     if _alone():
         yield
         return
+    _name()  # on every rank, whether or not something is said
     watching = _watch(seconds) if (uses_nccl() if watch is None else watch) else None
     failed = True
     try:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lattn_compile import codec, ops
-from lattn_compile.distributed.axes import HEADS, OPS, PACKED, SEQUENCES, axes_of_output, axes_of_tensors
+from lattn_compile.distributed.axes import HEADS, OPS, PACKED, RAW_GATES, SEQUENCES, axes_of_output, axes_of_tensors
 from lattn_compile.errors import PlacementError, StateError
 from lattn_compile.lowering._torch_distributed import begins_at, compute_by, local_of
 from lattn_compile.packed import flush as packed_flush
@@ -79,14 +79,14 @@ class _Call:
         if "b" in self.sizes:
             packed = self.arguments.get("cu_seqlens")
             self.sizes["n"] = self.sizes["b"] if packed is None else packed.shape[0] - 1
-        if self.name == "flush_":
+        if self.name.startswith("flush_"):
             self.sizes["h"], self.sizes["j"] = self.options["heads"][:2]
         self.cuts = [self._cut(i, placement) for i, placement in enumerate(anchor.placements)]
         self._check_cuts()
 
     def _flat(self) -> dict[str, Tensor]:
         found: list[Tensor] = []
-        for x in self.arguments.values():
+        for x in (*self.arguments.values(), *(self.options.get(name) for name in RAW_GATES)):
             found += [x] if isinstance(x, Tensor) else x if isinstance(x, (list, tuple)) else []
         return dict(zip(self.axes, found, strict=True))
 
@@ -206,8 +206,8 @@ class _Call:
                 args.append(next(given))
             else:
                 args.append([next(given) for _ in x] if isinstance(x, (list, tuple)) else x)
-        options = self.options
-        if self.name == "flush_":
+        options = {**self.options, **{name: local[name] for name in RAW_GATES if name in local}}
+        if self.name.startswith("flush_"):
             ranks = self._ranks(HEADS)
             options = {**options, "heads": [n // ranks for n in options["heads"][:2]] + list(options["heads"][2:])}
         if "padding_slot" in options and "state_indices" in local:

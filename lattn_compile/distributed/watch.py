@@ -47,7 +47,7 @@ class Watch:
         self._peers = sorted({(rank - 1) % ranks, (rank + 1) % ranks} - {rank})
         self._lock, self._left = threading.Lock(), False
         for peer in self._peers:
-            byte = torch.full((1,), _FAILED, dtype=torch.uint8)
+            byte = torch.full((1,), _FAILED, dtype=torch.uint8, device="cpu")
             work = group.recv([byte], peer, self._tag)
             threading.Thread(target=self._listen, args=(peer, byte, work), daemon=True).start()
 
@@ -69,7 +69,7 @@ class Watch:
     def _tell(self, what: int) -> None:
         for peer in self._peers:
             try:
-                self._group.send([torch.tensor([what], dtype=torch.uint8)], peer, self._tag).wait(_ENTERS)
+                self._group.send([torch.tensor([what], dtype=torch.uint8, device="cpu")], peer, self._tag).wait(_ENTERS)
             except RuntimeError:  # it is gone, which its other neighbour hears
                 continue
 

@@ -46,12 +46,12 @@ SIGMOID = 2
 
 @triton.jit
 def softplus(x):
-    """`log(1 + e**x)`, x itself above 20 (torch's threshold)."""
+    """`log(1 + e**x)`, x itself above 20 (torch's threshold), and NaN, which a GPU's minimum drops."""
     y = exp(tl.minimum(x, 20.0))
     # Kahan's: what the rounding of 1 + y loses is made up for by the quotient.
     one = 1.0 + y
     log1p = tl.where(one == 1.0, y, tl.log(one) * tl.div_rn(y, one - 1.0))
-    return tl.where(x > 20.0, x, log1p)
+    return tl.where(x <= 20.0, log1p, x)
 
 
 @triton.jit

@@ -38,8 +38,8 @@ __all__ = ["LOWERINGS", "PROVEN", "identity", "post_grad", "takes_decode"]
 PROVEN = frozenset({"decode"})
 """Of "decode", "chunk", "replay": what was seen to be right on a GPU in this form (`tests/gpu/lowering_checks.py`). A
 policy's kernel="auto" gets these so, "triton" all. "convolution" and "projection" are what a decode step may take along
-(`gpu_fold.py`): a convolution was seen to give the right logits of one step there, not the next steps', a projection
-was not run."""
+(`gpu_fold.py`): with a convolution the logits of one step were compared there and right, later steps were not compared;
+a projection was not run."""
 
 _ONE_PIECE = 32
 """Tokens of a `decode` whose backward is one stretch."""
@@ -203,5 +203,5 @@ def _steps(graph: torch.fx.Graph) -> bool:
 
 
 def identity() -> str:
-    """For the keys of caches: what is lowered here, which a benchmark or a test may change."""
-    return ",".join(sorted(PROVEN))
+    """For the keys of caches: what is lowered here and by which kernels, which a benchmark or a test may change."""
+    return ",".join([*sorted(PROVEN), "of", *sorted(dispatch.PROVEN)])

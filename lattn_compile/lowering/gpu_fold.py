@@ -187,7 +187,9 @@ def _mamba(node: fx.Node, rows: int, heads: int) -> tuple[fx.Node, Placed, fx.No
         if not _is(rate, _aten.neg.default) or not _is(rate.args[0], _aten.exp.default):
             continue
         log_rate, x = _uncast(rate.args[0].args[0]), _softplus_of(soft)
-        if x is None or not _is_vector(log_rate, heads) or _value(x).dtype is not torch.float32:  # type: ignore[union-attr]
+        if x is None or not _is_vector(log_rate, heads):
+            continue
+        if any(_value(y).dtype is not torch.float32 for y in (rate, x)):  # type: ignore[union-attr]
             continue
         for a, bias in _pairs(x, _aten.add.Tensor):
             bias = _uncast(bias)

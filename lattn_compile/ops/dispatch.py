@@ -45,6 +45,7 @@ in a window of 16 tokens, where the reference is off by 5e-7."""
 _PROVEN_PACKED_INPUTS = (torch.float32, torch.bfloat16)
 _PROVEN_PACKED = frozenset({"", "fp32", "bf16", "fp16", "int8", "fp8_e4m3", "nvfp4"})
 _PROVEN_RINGS = frozenset({"bf16", "int8", "fp8_e4m3"})
+_PROVEN_ANCHORS = (None, "fp32", "bf16")
 """What of packed rows was seen to (docs/kernels.md): formats without and with records, "" where nothing is rounded."""
 
 
@@ -134,19 +135,19 @@ def packed_objection(work: Work, write: str) -> str | None:
     return answer
 
 
-def packed(implementation: str, work: Work, *, write: str) -> ModuleType | None:
+def packed(implementation: str, work: Work, *, write: str, anchor: str | None = None) -> ModuleType | None:
     """The kernels that step packed rows in place; None where `packed/ops.py` does it out of the functional ops.
 
     Args:
         work: `quantize` is of the state's format, in two_precision of the read copy's; `window` 0 where there is none.
-        write: "exact" | "token" | "replay" | "two_precision".
+        write: "exact" | "token" | "replay" | "two_precision". anchor: the format of a two-precision anchor.
 
     Raises:
         UnsupportedError: "triton" was asked for and cannot do it.
     """
     if implementation == "reference":
         return None
-    if implementation == "auto" and not (work.device.type == "cuda" and _is_proven(work)):
+    if implementation == "auto" and not (work.device.type == "cuda" and _is_proven(work) and anchor in _PROVEN_ANCHORS):
         return None
     why = packed_objection(work, write)
     if why is None:

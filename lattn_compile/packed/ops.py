@@ -301,7 +301,7 @@ def kernel_of(call: Call, work: dispatch.Work, stored: dict[str, Tensor]) -> Mod
                 want="contiguous rows [slots, HV, K, V] on the Triton path",
                 remedy="Take implementation='auto' (a policy's kernel='auto'), or allocate the state key-first.",
             )
-    return dispatch.packed(call.implementation, work, write=call.write)
+    return dispatch.packed(call.implementation, work, write=call.write, anchor=call.anchor)
 
 
 @torch.compiler.assume_constant_result
@@ -311,10 +311,8 @@ def is_served(
     """Whether `<op>device_` can do such a step of contiguous rows; known when it is traced."""
     heads = Heads(1, 1, key_dim, value_dim)
     try:
-        return (
-            dispatch.packed(call.implementation, work_of(call, device, dtype, heads, inputs, 0), write=call.write)
-            is not None
-        )
+        work = work_of(call, device, dtype, heads, inputs, 0)
+        return dispatch.packed(call.implementation, work, write=call.write, anchor=call.anchor) is not None
     except UnsupportedError:
         return False
 
@@ -357,7 +355,7 @@ def _step(*arguments: Any, **options: Any) -> Tensor:
         g, beta = raw.made(x.g, x.beta)
         x, raw = x._replace(g=g, beta=beta), None
     if kernel is not None:
-        _check_values(x if raw is None else x._replace(g=None), geometry, call, padding)
+        _check_values(x._replace(g=None) if raw is not None and raw.raw_gate else x, geometry, call, padding)
         g = x.g if x.g is None or call.gate is None else x.g.to(GATE_DTYPES[call.gate]).to(x.g.dtype)
         del settings["site_id"]
         tokens = (x.q, x.k, x.v, g, x.beta)

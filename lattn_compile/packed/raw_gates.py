@@ -39,16 +39,35 @@ class Raw(NamedTuple):
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> Self | None:
-        """Of an op's options; None where nothing is raw."""
+        """Of an op's options; None where nothing is raw and nothing is there for it."""
         found = cls(**{name: options[name] for name in cls._fields if name in options})
-        return found if found.raw_gate or found.raw_beta else None
+        given = (found.a_log, found.dt_bias, found.lower_bound)
+        asked = found.raw_gate or found.raw_beta or found.allow_neg_eigval or any(x is not None for x in given)
+        return found if asked else None
 
     def check(self, g: Tensor | None, beta: Tensor | None) -> None:
         """
         Raises:
-            UnsupportedError: raw numbers that are not there, or a gate without its decay rate. ShapeError: of another
-            size than the gates.
+            UnsupportedError: raw numbers that are not there, a gate without its decay rate, a bound that is none, or
+                what nothing raw would use.
+            ShapeError: of another size than the gates.
         """
+        unused = {"a_log": self.a_log, "dt_bias": self.dt_bias, "lower_bound": self.lower_bound}
+        for name, value in unused.items():
+            if value is not None and not self.raw_gate:
+                raise UnsupportedError(
+                    name,
+                    got="a value, while g is a log decay already",
+                    want="None",
+                    remedy="Say that g is raw (use_gate_in_kernel=True), or leave it out.",
+                )
+        if self.allow_neg_eigval and not self.raw_beta:
+            raise UnsupportedError(
+                "allow_neg_eigval",
+                got="True, while beta is a strength already",
+                want="False",
+                remedy="Say that beta is raw (use_beta_sigmoid_in_kernel=True), or double beta before the call.",
+            )
         for name, raw, x in (("g", self.raw_gate, g), ("beta", self.raw_beta, beta)):
             if raw and x is None:
                 raise UnsupportedError(
@@ -62,6 +81,13 @@ class Raw(NamedTuple):
                 got="None for a gate of softplus",
                 want="log(A) of each value head",
                 remedy="Pass a_log, or lower_bound for KDA's safe gate, which can do without.",
+            )
+        if self.lower_bound is not None and not self.lower_bound < 0:  # on a GPU nobody looks at what it makes
+            raise UnsupportedError(
+                "lower_bound",
+                got=str(self.lower_bound),
+                want="a number below 0",
+                remedy="It is the natural log of the strongest decay of a token, -5.0 in KDA's safe gate.",
             )
         for name, x, size in (("a_log", self.a_log, g.shape[2:3]), ("dt_bias", self.dt_bias, g.shape[2:])):
             if x is not None and (x.shape != size or x.device != g.device):

@@ -117,7 +117,7 @@ class QuantizedState(StoredState):
             UnsupportedError: an input requires a gradient. StateError: drafts wait to be accepted, or other sizes or
             gates than before. ShapeError, DtypeError, SequenceError: bad input, float64 for a float32 state included.
         """
-        self._ready(q, k, v, g, beta)
+        self._ready(q, k, v, g, beta, A_log, dt_bias)
         tokens, numbers = (q, k, v, g, beta), (cu_seqlens, sequence_lengths, state_indices, has_initial_state)
         options = {
             "rule": rule,
@@ -125,15 +125,16 @@ class QuantizedState(StoredState):
             "qk_l2norm": use_qk_l2norm_in_kernel,
             "padding_slot": padding_slot,
         }
-        if use_gate_in_kernel or use_beta_sigmoid_in_kernel:
-            options |= {
-                "a_log": A_log,
-                "dt_bias": dt_bias,
-                "lower_bound": lower_bound,
-                "raw_gate": use_gate_in_kernel,
-                "raw_beta": use_beta_sigmoid_in_kernel,
-                "allow_neg_eigval": allow_neg_eigval,
-            }
+        raw = {
+            "a_log": A_log,
+            "dt_bias": dt_bias,
+            "lower_bound": lower_bound,
+            "raw_gate": use_gate_in_kernel,
+            "raw_beta": use_beta_sigmoid_in_kernel,
+            "allow_neg_eigval": allow_neg_eigval,
+        }
+        if any(value is not None and value is not False for value in raw.values()):
+            options |= raw
         if torch.compiler.is_compiling():  # attributes change when the whole graph has run
             return self._step(tokens, numbers, options)
         before = dict(self.__dict__)

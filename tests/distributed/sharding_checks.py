@@ -15,6 +15,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 import lattn_compile as lc
 import lattn_compile.distributed
 from lattn_compile import codec
+from lattn_compile.distributed.axes import OPS
 from lattn_compile.errors import LattnError, PlacementError
 from lattn_compile.packed.layout import Heads, call_of, empty, names
 from tests.distributed.ranks import DEVICE, GPU
@@ -237,6 +238,27 @@ def check_packed_states_are_written_where_they_lie() -> None:
             )
             for x, y in zip(want, mine, strict=True):
                 assert torch.equal(x, y), (name, dim, indices)
+
+
+def check_raw_gates_are_cut_with_the_heads_they_are_of() -> None:
+    call, heads = call_of(POLICIES["token"]), Heads(H, HV, K, V, "head", True)
+    xs, a_log, dt_bias = inputs(tokens=1), randn(HV), randn(HV)
+    outputs = []
+    for by in (lambda x, dim: x, cut):
+        stored = [by(x, 1) for x in empty(call, heads, B, DEVICE).values()]
+        cursor = torch.full((B,), -1, dtype=torch.int32, device=DEVICE)
+        raw = {"a_log": by(a_log, 0), "dt_bias": by(dt_bias, 0), "raw_gate": True, "raw_beta": True}
+        tokens = [by(x, 2) for x in xs]
+        outputs.append(
+            torch.ops.lattn.decode_(*tokens, stored, cursor, *[None] * 6, scale=0.3, **call.op_options(), **raw)
+        )
+    assert torch.equal(*map(bits, outputs))
+
+
+def check_every_op_takes_dtensors() -> None:
+    ops = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("lattn::")}
+    functional = "lattn::decode_packed"  # a compiled step of a state that has no DTensors
+    assert ops - {f"lattn::{name}" for name in OPS} == {functional}
 
 
 def check_a_slot_of_another_rank_is_refused() -> None:

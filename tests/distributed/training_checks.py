@@ -78,6 +78,13 @@ def check_ranks_that_are_in_unlike_many_groups_meet() -> None:
     assert lcd.meet(f"rank {RANK}") == ["rank 0", "rank 1"]
 
 
+def check_ranks_talk_under_another_default_device() -> None:
+    with torch.device("meta"):
+        assert lcd.meet(RANK) == [0, 1]
+        with lcd.together(watch=True):
+            pass
+
+
 def check_fsdp2_accumulates_the_gradients_of_one_device() -> None:
     with recorded():
         want = of_one_device([1, 2, 3, 4])  # ranks get 1, 3 and 2, 4: prefixes differ by rank and by step

@@ -3,10 +3,14 @@ casts to bf16 cut off: 16 bits are fp16 here."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from lattn_compile.kernels import conv_step, decode_step
@@ -67,6 +71,20 @@ def _step_with_gates(
     for name in ("num_warps", "num_stages", "enable_fp_fusion"):
         del found[name]
     decode_step.step[found.pop("grid")](**found)
+
+
+@triton.jit
+def _softplus(x, y):
+    at = tl.arange(0, 4)
+    tl.store(y + at, decode_step.softplus(tl.load(x + at)))
+
+
+def test_softplus_passes_on_what_is_no_number_though_a_gpu_minimum_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
+    monkeypatch.setattr(builder, "create_minnumf", lambda self, a, b: self.binary_op(a, b, np.fmin))
+    x, y = torch.tensor([torch.nan, -30.0, 1.0, 25.0]), torch.empty(4)
+    _softplus[(1,)](x, y)
+    torch.testing.assert_close(y, torch.nn.functional.softplus(x), equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,11 @@ def test_three_strides_are_too_many() -> None:
     assert gpu_fold.placed(node, 2, 18) is None
 
 
-def _gates(function: Callable[..., Tensor]) -> fx.Node:
+def _gates(function: Callable[..., Tensor], *, rate: torch.dtype = torch.float32) -> fx.Node:
     """Behind Inductor's decompositions, as the pass meets them."""
     from torch._inductor.decomposition import select_decomp_table
 
-    x = torch.randn(2, 1, 6, dtype=torch.bfloat16), torch.randn(6), torch.randn(6)
+    x = torch.randn(2, 1, 6, dtype=torch.bfloat16), torch.randn(6, dtype=rate), torch.randn(6)
     node = make_fx(function, decomposition_table=select_decomp_table())(*x).graph.output_node().args[0]
     assert isinstance(node, fx.Node)
     return node
@@ -98,6 +98,11 @@ def test_a_decay_is_taken_as_models_spell_it() -> None:
 )
 def test_another_decay_is_left(spelled: Callable[..., Tensor]) -> None:
     assert gpu_fold._mamba(_gates(spelled), 2, 6) is None
+
+
+def test_an_exponential_in_bf16_is_left() -> None:
+    spelled = _gates(lambda a, rate, bias: -rate.exp() * softplus(a.float() + bias), rate=torch.bfloat16)
+    assert gpu_fold._mamba(spelled, 2, 6) is None
 
 
 def test_a_sigmoid_is_rounded_where_the_model_rounds_it() -> None:

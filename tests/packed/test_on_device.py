@@ -195,7 +195,7 @@ def test_a_kernel_for_packed_rows_is_asked_first(device: str) -> None:
         options = {n: y for n, y in call.op_options().items() if n not in ("readout", "gate")}
         flush._flush(stored, state.cursor, slots, None, None, heads=HEADS[:4], decay="head", has_beta=True, **options)
     implementation, work, more = asked[0]
-    assert (implementation, more) == ("auto", {"write": "replay"})
+    assert (implementation, more) == ("auto", {"write": "replay", "anchor": None})
     assert (work.window, work.factors, work.key_dim, work.value_dim, work.dtype) == (4, "int8", 16, 24, torch.float32)
     assert len(kernel.calls) == 2, "a refused call never reaches the kernel"
     (g, beta, named, cursor, indices, *_), given = kernel.calls[0]

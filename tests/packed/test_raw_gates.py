@@ -55,7 +55,13 @@ def test_raw_gates_are_made_as_the_recurrence_has_them(policy: Policy, channel: 
     [
         ({"A_log": None}, UnsupportedError, "a_log"),
         ({"A_log": torch.zeros(3)}, ShapeError, "a_log"),
+        ({"lower_bound": 5.0}, UnsupportedError, "lower_bound"),
+        ({"lower_bound": float("nan")}, UnsupportedError, "lower_bound"),
         ({"dt_bias": torch.zeros(4, 2)}, ShapeError, "dt_bias"),
+        ({"use_gate_in_kernel": False}, UnsupportedError, "a_log"),
+        ({"use_gate_in_kernel": False, "A_log": None}, UnsupportedError, "dt_bias"),
+        ({"use_beta_sigmoid_in_kernel": False}, UnsupportedError, "allow_neg_eigval"),
+        ({"A_log": torch.zeros(4, requires_grad=True)}, UnsupportedError, "gradient"),
     ],
 )
 def test_gates_that_cannot_be_made_are_refused_by_name(change: Any, wrong: type[LattnError], says: str) -> None:
