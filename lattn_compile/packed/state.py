@@ -107,8 +107,8 @@ class QuantizedState(StoredState):
         """Suffix tokens, any number of them, into the stored states in place; returns o `[B, T, HV, V]`.
 
         Arguments as `lc.linear_attention` and `lattn::decode_` have them; raw gates, as projections leave them, by the
-        names that libraries have for them (`recurrence/gates.py` says what is made of them). A sequence without a
-        state of its own (cursor -1, nothing staged) starts at zero.
+        names and in the shapes that libraries have for them (`recurrence/gates.py` says what is made of them). A
+        sequence without a state of its own (cursor -1, nothing staged) starts at zero.
 
         The arithmetic is that of `lc.linear_attention`: float32, or float64 if any input or the state is. A call that
         is refused leaves the state as it was.
@@ -125,6 +125,10 @@ class QuantizedState(StoredState):
             "qk_l2norm": use_qk_l2norm_in_kernel,
             "padding_slot": padding_slot,
         }
+        if A_log is not None:  # KDA's checkpoints hold [1, 1, HV, 1], and one flat bias
+            A_log = A_log.reshape(-1)
+        if dt_bias is not None and g is not None and dt_bias.numel() == g.shape[2:].numel():
+            dt_bias = dt_bias.reshape(g.shape[2:])
         raw = {
             "a_log": A_log,
             "dt_bias": dt_bias,
