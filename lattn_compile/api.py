@@ -169,10 +169,11 @@ def _name_constants(module: fx.GraphModule, program: ExportedProgram) -> None:
         program.graph_signature.inputs_to_buffers,
     )
     held = {**program.constants, **program.state_dict}  # buffers that are not persistent are no state
+    written = set(program.graph_signature.buffers_to_mutate.values())  # the next call finds something else there
     for node in module.graph.find_nodes(op="placeholder"):
         if node.name in lifted:
             node.meta[CONSTANT] = program.constants.get(lifted[node.name])
-        elif node.name in buffers:
+        elif node.name in buffers and buffers[node.name] not in written:
             node.meta[VALUE] = held.get(buffers[node.name])
 
 

@@ -304,7 +304,6 @@ def kernel_of(call: Call, work: dispatch.Work, stored: dict[str, Tensor]) -> Mod
     return dispatch.packed(call.implementation, work, write=call.write, anchor=call.anchor)
 
 
-@torch.compiler.assume_constant_result
 def is_served(
     call: Call, device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, inputs: torch.dtype
 ) -> bool:
@@ -315,6 +314,10 @@ def is_served(
         return dispatch.packed(call.implementation, work, write=call.write, anchor=call.anchor) is not None
     except UnsupportedError:
         return False
+
+
+# What torch.compiler.assume_constant_result does, which would import Dynamo here, with the ops, in every process.
+setattr(is_served, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def written(call: Call, work: dispatch.Work) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from lattn_compile.passes.spelled.aten import given_arguments, short_name
+from lattn_compile.passes.spelled.literals import changes
 from lattn_compile.passes.spelled.masks import ELEMENTWISE
 from lattn_compile.passes.spelled.smooth import can_smooth
 from lattn_compile.passes.spelled.subgraph import (
@@ -18,7 +19,6 @@ from lattn_compile.passes.spelled.subgraph import (
     grad_disabled,
     is_arithmetic,
     is_symbolic,
-    is_trained,
     loop_of,
     sources,
     tensors,
@@ -91,7 +91,7 @@ def vet(region: Region, data: Iterable[fx.Node], *, smooth: bool = True) -> set[
     tainted = set(data)
     # Of booleans alone, element by element: both values of each are drawn, so such a function may be any.
     chosen = {n for n in tainted if isinstance(n, fx.Node) and _boolean(n)}
-    tainted.update(node for node, t in region.constants.items() if is_trained(t))
+    tainted.update(node for node, t in region.constants.items() if changes(node, t))
     for node in region.nodes:
         if node.op != "call_function" or is_symbolic(node):
             continue
@@ -201,8 +201,8 @@ def _vet_loop(node: fx.Node, name: str, region: Region, tainted: set[fx.Node]) -
         if after == depends[:carries]:
             break
         depends[:carries] = after
-    if any(is_trained(t) for t in loop.body.constants.values()):
-        raise Rejected(f"{node}: its body reads a parameter that is not passed in")
+    if any(changes(n, t) for n, t in loop.body.constants.items()):
+        raise Rejected(f"{node}: its body reads a parameter or a buffer that is not passed in")
     if grad_disabled(loop.body.nodes):
         raise Rejected(f"{node}: its body switches gradients off")
     if loop.condition is not None:

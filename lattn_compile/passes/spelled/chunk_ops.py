@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from lattn_compile.passes.spelled.aten import short_name
+from lattn_compile.passes.spelled.literals import is_literal
 from lattn_compile.passes.spelled.proposal import CONSTANT
 from lattn_compile.passes.spelled.subgraph import Rejected, constant, shape_of, sources
 from lattn_compile.passes.spelled.writer import value
@@ -103,7 +104,8 @@ class Constants:
         if node.op == "get_attr" or CONSTANT in node.meta:
             x = constant(node)
             fake = isinstance(x, torch._subclasses.FakeTensor)
-            return isinstance(x, torch.Tensor) and not x.requires_grad and not fake
+            changes = node.op == "get_attr" and not is_literal(node)  # a buffer, say
+            return isinstance(x, torch.Tensor) and not x.requires_grad and not fake and not changes
         if node.op != "call_function":
             return False
         if is_number(node):

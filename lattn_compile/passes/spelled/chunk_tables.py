@@ -152,7 +152,12 @@ class ChunkProposal(Proposal):
 
 
 def known_value(node: fx.Node) -> Tensor | None:
-    """What a leaf of a region holds, where that is known, is exact enough, and is no parameter."""
+    """What a leaf of a region holds, where that is known, is exact enough, and is no parameter.
+
+    What the graph itself writes to holds something else at the next call, and is not known.
+    """
+    if any(_writes(user) for user in node.users):
+        return None
     x = node.meta.get(VALUE) if node.op == "placeholder" else None
     if node.op == "get_attr" or CONSTANT in node.meta:
         x = constant(node)
@@ -164,10 +169,20 @@ def known_value(node: fx.Node) -> Tensor | None:
 
 
 def known_buffer(node: fx.Node) -> Tensor | None:
-    """What an input of the graph holds that is a module's buffer. Dynamo says by its name that it is one."""
-    if node.op != "placeholder" or ("example_value" in node.meta and "_buffers_" not in node.name):
+    """What an input of the graph holds that is a module's buffer. In a graph of Dynamo, where it came from says so."""
+    if node.op != "placeholder" or ("example_value" in node.meta and not _is_buffer(node)):
         return None
     return known_value(node)
+
+
+def _is_buffer(placeholder: fx.Node) -> bool:
+    """Whether Dynamo took an input out of a module's `_buffers`. Its name does not tell: an argument may have any."""
+    owner = getattr(getattr(placeholder.meta.get("grapharg"), "source", None), "base", None)
+    return type(owner).__name__ == "UnspecializedParamBufferSource" and getattr(owner, "member", None) == "_buffers"
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def find_tables(leaves: Sequence[fx.Node], heads: int) -> Tables | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from lattn_compile.passes.spelled.chunk_sums import sum_orders
 from lattn_compile.passes.spelled.chunk_tables import ChunkProposal
 from lattn_compile.passes.spelled.chunk_views import Sizes, View, is_cut, output_sizes
 from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal, withdraw
-from lattn_compile.passes.spelled.ranges import interval, is_decay
+from lattn_compile.passes.spelled.ranges import interval, is_decay, is_log_decay
 from lattn_compile.passes.spelled.subgraph import Rejected
 from lattn_compile.passes.spelled.verify import verify
 from lattn_compile.passes.spelled.writer import value
@@ -293,6 +294,8 @@ def propose(survey: Survey, exits: list[fx.Node], o_at: int, boundary: Boundary,
         low, high = interval(node)
         if not (is_decay(node) or low >= 0.0) if roles.decay_form == "decay" else low > 0.0:
             raise NoMatch("DECAY_RANGE", f"{node} lies in ({low}, {high})", node)
+    if roles.log_beta:
+        _check_input_gate(roles)
     # Scores that were divided before they met the values: the quotient is what the graph needs.
     divided = survey.sums.products.get(exits[o_at])
     needed = [n if divided is None or n is not exits[o_at] else divided[0] for n in exits]
@@ -320,6 +323,26 @@ def propose(survey: Survey, exits: list[fx.Node], o_at: int, boundary: Boundary,
         made.frontier.append(divided[1])
         made.domains[divided[1]] = "beta"
     return made
+
+
+def _check_input_gate(roles: Roles) -> None:
+    """Whether exp(c_i - c_j + i_j) may be taken apart into decays and beta_j = exp(i_j).
+
+    A log decay above 0 may be what a gate far below 0 makes finite; and a gate far above 0, of which strong decays
+    leave little to later tokens, overflows on its own.
+
+    Raises:
+        NoMatch: neither is certain not to happen.
+    """
+    assert roles.g is not None and roles.beta is not None
+    g, gate = roles.g.node, roles.beta.node
+    if not is_log_decay(g):
+        where = f"[{', '.join(f'{x:g}' for x in interval(g))}]"
+        raise NoMatch("DECAY_RANGE", f"{g} lies in {where}, not at most 0, and meets the gate {gate} in an exp", g)
+    most = math.log(torch.finfo(value(gate).dtype).max) / 2
+    if (high := interval(gate)[1]) > most:
+        text = f"the input gate {gate} in an exp is at most {high:g}, not {most:.3g}: clamp it, or take its logsigmoid"
+        raise NoMatch("DECAY_RANGE", text, gate)
 
 
 def _propose_sum(survey: Survey, total: fx.Node, order: View, boundary: Boundary, roles: Roles) -> Proposal:

@@ -10,10 +10,11 @@ from torch import fx
 from lattn_compile.passes.spelled.aten import arguments, is_tensor, name_of
 from lattn_compile.passes.spelled.labels import is_one
 from lattn_compile.passes.spelled.proposal import CONSTANT, OUTER, NoMatch
+from lattn_compile.passes.spelled.subgraph import is_trained
 from lattn_compile.passes.spelled.views import fill_of, of_booleans
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["constant", "float_fill", "is_literal", "is_mask_node", "is_zero", "number"]
+__all__ = ["changes", "constant", "float_fill", "is_literal", "is_mask_node", "is_zero", "number"]
 
 
 def is_zero(node: fx.Node) -> bool:
@@ -62,6 +63,13 @@ def is_literal(node: fx.Node) -> bool:
     over and is named alike, may be changed."""
     made_anew = node.users and all(name_of(u) in ("aten::lift_fresh_copy", "aten::lift_fresh") for u in node.users)
     return bool(made_anew) and str(node.target).startswith(("_tensor_constant", "lifted_tensor"))
+
+
+def changes(node: fx.Node, x: torch.Tensor) -> bool:
+    """Whether the tensor `x` that a node names may hold something else at another run: a parameter or a buffer, but
+    no constant that a trace lifted."""
+    lifted = any(name in str(node.target) for name in ("_tensor_constant", "lifted_tensor"))
+    return is_trained(x) or (node.op == "get_attr" and not lifted)
 
 
 def number(x: Any) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from lattn_compile.passes.spelled.aten import name_of
-from lattn_compile.passes.spelled.chunk_tables import known_buffer
+from lattn_compile.passes.spelled.chunk_tables import known_buffer, known_value
 from lattn_compile.passes.spelled.labels import Label
 from lattn_compile.passes.spelled.products import again, device_of, filled, narrow, placed
 from lattn_compile.passes.spelled.proposal import OUTER, NoMatch
@@ -181,7 +181,7 @@ def _checked(w: Writer, node: fx.Node) -> bool:
     """Whether a buffer holds decays now. The graph then asserts, whenever it runs, that it does."""
     while is_view(node) or name_of(node) in PICKS:
         node = node.args[0]  # type: ignore[assignment]
-    x = known_buffer(node)
+    x = known_value(node) if node.op == "get_attr" else known_buffer(node)
     if x is None or not bool(((x >= 0) & (x <= 1)).all()):
         return False
     if not any(name_of(n) == "aten::_assert_async" and n.meta.get(CHECKED) is node for n in w.inserted):

@@ -33,6 +33,7 @@ from lattn_compile.passes.spelled.intervals import (
     times,
     union,
 )
+from lattn_compile.passes.spelled.literals import is_literal
 from lattn_compile.passes.spelled.proposal import CONSTANT, OUTER
 from lattn_compile.passes.spelled.subgraph import clean_state, constant
 from lattn_compile.passes.spelled.writer import value
@@ -158,10 +159,11 @@ def _read(node: fx.Node) -> Interval:
 
 
 def _constant(node: fx.Node) -> Tensor | None:
-    """A tensor that stays as it is. A parameter does not: training changes it."""
+    """A tensor that stays as it is. A parameter does not, training changes it; and anyone may change a buffer."""
     found = constant(node)
     if (
         not isinstance(found, Tensor)
+        or (node.op == "get_attr" and not is_literal(node))
         or isinstance(found, (torch.nn.Parameter, torch._subclasses.FakeTensor))
         or found.requires_grad
         or found.is_complex()

@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from lattn_compile.passes.spelled.aten import short_name
 from lattn_compile.passes.spelled.proposal import Proposal
+from lattn_compile.passes.spelled.reach import Needs, numbers
 from lattn_compile.passes.spelled.subgraph import Region, hint, shape_of
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["Sizes", "Unscalable", "other_sizes", "plans", "real"]
+__all__ = ["Sizes", "Unscalable", "other_sizes", "plans", "reaching_sizes", "real"]
 
 Sizes = Callable[[fx.Node], Any]
 """A node's shape (a list of them for several tensors), or the number that it is."""
@@ -71,25 +72,83 @@ def other_sizes(regions: Sequence[Region], frontier: Sequence[fx.Node]) -> Itera
 
     One size proves little: at two tokens, a sum of two terms is as good as an inverse.
     """
-    nodes = [*frontier, *regions[0].nodes]
-    numbers = [n for node in nodes for n in _numbers(value(node)) if isinstance(n, torch.SymInt)]
-    free = sorted({s for n in numbers for s in n.node.expr.free_symbols}, key=str)
-    if not free:
-        return
-    env = numbers[0].node.shape_env
-    traced = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # the latter before 2.12
-    known = {s: traced.get(s) for s in free}
-    if any(size is None for size in known.values()):
-        return
+    known, holds = _symbols([*frontier, *regions[0].nodes])
     for change in (lambda n: n + 5, lambda n: 2 * n, lambda n: 4 * n, lambda n: n + 1, lambda n: n - 1):
         chosen = {s: change(n) for s, n in known.items()}
-        ranges = all(env.var_to_range[s].lower <= n <= env.var_to_range[s].upper for s, n in chosen.items())
-        if ranges and not any(g.expr.xreplace(chosen) == False for g in env.guards):  # noqa: E712
+        if known and holds(chosen):
             yield _resized(chosen)
 
 
-def _numbers(v: Any) -> list[Any]:
-    return [n for leaf in tree_leaves(v) for n in (leaf.shape if isinstance(leaf, Tensor) else [leaf])]
+def reaching_sizes(regions: Sequence[Region], needed: Needs) -> Iterator[Sizes]:
+    """The traced sizes, made so large where they are symbolic that all of `needed` hold, and the guards.
+
+    If the graph does not take sizes that large, the largest that it takes.
+    """
+    known, holds = _symbols([n for region in regions for n in [*region.inputs, *region.nodes]])
+    if not known:
+        return
+    short = {s for size, n in needed.items() if int(size.xreplace(known)) < n for s in size.free_symbols}
+    if not short:
+        yield _resized(known)
+        return
+    if not short <= known.keys():
+        return
+    steps = [lambda n, m=m: n + m for m in (5, 16, 40, 100, 200, 400, 800)]
+    steps += [lambda n, m=m: n * m for m in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)]
+    for change in sorted(steps, key=lambda f: max(f(known[s]) for s in short)):
+        chosen = {s: change(n) if s in short else n for s, n in known.items()}
+        if max(chosen[s] for s in short) > _MOST:
+            break
+        if holds(chosen) and all(int(size.xreplace(chosen)) >= n for size, n in needed.items()):
+            yield _resized(chosen)
+    env = _numbers_of(regions)[0].node.shape_env
+    ends = {s: env.var_to_range[s].upper for s in short}
+    if all(getattr(n, "is_Integer", False) and n <= _MOST for n in ends.values()):
+        for less in range(int(min(ends.values()))):
+            chosen = {s: int(ends[s]) - less if s in ends else n for s, n in known.items()}
+            if holds(chosen):
+                yield _resized(chosen)
+                return
+
+
+_MOST = 4096
+"""Tokens, or chunks, of a self-check at a size that was not traced."""
+
+
+def _numbers_of(regions: Sequence[Region]) -> list[torch.SymInt]:
+    return numbers(n for region in regions for n in [*region.inputs, *region.nodes])
+
+
+def traced(regions: Sequence[Region], size: Any) -> int:
+    """A symbolic size as traced; 0 if that is not known."""
+    known, _ = _symbols([n for region in regions for n in [*region.inputs, *region.nodes]])
+    return int(size.xreplace(known)) if size.free_symbols <= known.keys() else 0
+
+
+def symbolic(regions: Sequence[Region]) -> tuple[list[str], list[str]]:
+    """The sizes that are symbolic, and the ranges of their symbols, as text."""
+    found = _numbers_of(regions)
+    free = {s: n.node.shape_env.var_to_range.get(s) for n in found for s in n.node.expr.free_symbols}
+    return [str(n.node.expr) for n in found], sorted(f"{s} {bounds}" for s, bounds in free.items())
+
+
+def _symbols(nodes: Sequence[fx.Node]) -> tuple[dict[Any, int], Callable[[dict[Any, int]], bool]]:
+    """The symbols of all sizes as traced, none if one is unknown; and whether other numbers keep all guards."""
+    found = numbers(nodes)
+    free = sorted({s for n in found for s in n.node.expr.free_symbols}, key=str)
+    if not free:
+        return {}, lambda chosen: False
+    env = found[0].node.shape_env
+    traced = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # the latter before 2.12
+    known = {s: traced.get(s) for s in free}
+    if any(size is None for size in known.values()):
+        return {}, lambda chosen: False
+
+    def holds(chosen: dict[Any, int]) -> bool:
+        ranges = all(env.var_to_range[s].lower <= n <= env.var_to_range[s].upper for s, n in chosen.items())
+        return ranges and not any(g.expr.xreplace(chosen) == False for g in env.guards)  # noqa: E712
+
+    return {s: int(n) for s, n in known.items()}, holds
 
 
 def _resized(chosen: dict[Any, int]) -> Sizes:

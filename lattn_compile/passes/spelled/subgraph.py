@@ -405,7 +405,11 @@ def _call(node: fx.Node, env: dict[fx.Node, Any], sizes: Callable[[fx.Node], Any
     out = target(*args, **kwargs)
     if any(t.is_floating_point() and t.dtype != torch.float64 for t in tensors(out)):
         # Integers became floats of the default dtype: exactly the same in double.
-        args = [x.to(torch.float64) if isinstance(x, Tensor) else x for x in args]
+        if name == "where":  # of two numbers, perhaps: these become floats, the condition stays what it is
+            target = torch.ops.aten.where.self
+            args = [args[0], *(torch.as_tensor(x, dtype=torch.float64) for x in args[1:])]
+        else:
+            args = [x.to(torch.float64) if isinstance(x, Tensor) else x for x in args]
         out = tree_map_only(
             Tensor, lambda t: t.to(torch.float64) if t.is_floating_point() else t, target(*args, **kwargs)
         )

@@ -24,8 +24,10 @@ from lattn_compile.passes.spelled import scaled
 from lattn_compile.passes.spelled.analytic import vet
 from lattn_compile.passes.spelled.aten import short_name
 from lattn_compile.passes.spelled.chunk_tables import ChunkProposal, known_buffer
+from lattn_compile.passes.spelled.literals import changes
 from lattn_compile.passes.spelled.proposal import Proposal
 from lattn_compile.passes.spelled.ranges import Interval, interval
+from lattn_compile.passes.spelled.reach import needs
 from lattn_compile.passes.spelled.subgraph import (
     Region,
     Rejected,
@@ -163,6 +165,8 @@ class _Case:
         self.untrained = {n for n in self.frontier if known_buffer(n) is not None}
         self.gradients = self._vet()
         self.domains = self._domains()
+        tensors = [n for n in self.frontier if isinstance(value(n), Tensor)]
+        self.needs = needs(self.regions(), tensors)
 
     def _domains(self) -> dict[fx.Node, tuple[str | None, bool]]:
         """How values are drawn: the proposal's word or what is proven, and whether none can be negative."""
@@ -199,6 +203,10 @@ class _Case:
             digest.update(repr(("in", _kind(node), self.domains[node], node in self.untrained)).encode())
         op_tokens = self._tokens()
         digest.update(repr((op_tokens, self._keys(), self.gradients)).encode())
+        # The same numbers, of which some may be others at another call, are another claim.
+        digest.update(
+            repr((scaled.symbolic(self.regions()), sorted((str(s), n) for s, n in self.needs.items()))).encode()
+        )
         for region in self.regions():
             if not _digest(region, number, digest):
                 return None
@@ -218,6 +226,11 @@ class _Case:
 
     def test(self, evidence: dict[str, Any]) -> None:
         """Raises Rejected if old and new differ."""
+        self.check(evidence)
+        self.reach(evidence)
+
+    def check(self, evidence: dict[str, Any]) -> None:
+        """At the traced sizes, or smaller ones; where sizes are symbolic, at some others, if they fit."""
         gradients = self.gradients
         if not gradients:
             evidence["gradients"] = "none: the trace had them switched off"
@@ -249,6 +262,25 @@ class _Case:
         if gradients:
             evidence["gradients"] = "not run: size"
 
+    def reach(self, evidence: dict[str, Any]) -> None:
+        """At sizes that all numbers along a symbolic size are smaller than, unless the traced ones are such.
+
+        Raises Rejected where old and new differ there, or where there are no such sizes that can be run.
+        """
+        short = {str(size): n for size, n in self.needs.items() if scaled.traced(self.regions(), size) < n}
+        if not short:
+            return
+        for sizes in scaled.reaching_sizes(self.regions(), self.needs):
+            if self.fits(sizes, False):
+                self.trial(sizes, "gentle", 0, False, evidence)
+                evidence["reach"] = short
+                return
+        least = ", ".join(f"{size} >= {n}" for size, n in sorted(short.items()))
+        raise Rejected(
+            f"a mask or an index reaches further than the sizes that could be tried: it takes {least} to see what it "
+            "does. Trace with larger sizes, or with fixed ones"
+        )
+
     def fits(self, sizes: scaled.Sizes, gradients: bool) -> bool:
         peak, total = _bytes(self.regions(), sizes)
         return peak <= _VALUE_BYTES and (not gradients or total <= _GRADIENT_BYTES)
@@ -275,10 +307,10 @@ class _Case:
         bound = self.drawn_tables(sizes, trial, generator)
         inputs = [bound.get(node, x) for node, x in zip(self.frontier, inputs, strict=True)]
         leaves = {
-            node: _near(double(t), generator)
+            node: (_near if is_trained(t) else _other)(double(t), generator)
             for region in self.regions()
             for node, t in region.constants.items()
-            if is_trained(t)
+            if changes(node, t)
         }
         drawn = [(n, x) for n, x in [*zip(self.frontier, inputs, strict=True), *leaves.items()] if n not in bound]
         drawn = [(n, x) for n, x in drawn if n not in self.untrained]
@@ -369,6 +401,15 @@ def _near(x: Tensor, generator: torch.Generator) -> Tensor:
     return x + 0.1 * torch.randn(x.shape, generator=generator, dtype=torch.float64) if x.is_floating_point() else x
 
 
+def _other(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Another value of a buffer: of decays, decays; of anything else, where a 0 or an infinity need not stay one."""
+    if not x.is_floating_point():
+        return torch.randint(0, 2, x.shape, generator=generator).to(x.dtype)
+    if bool(((x > 0) & (x <= 1)).all()):
+        return x * (0.9 + 0.1 * torch.rand(x.shape, generator=generator, dtype=torch.float64))
+    return _near(torch.where(x.isfinite(), x, 0.0), generator)
+
+
 def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
@@ -415,7 +456,7 @@ def _digest(region: Region, number: dict[fx.Node, int], digest: Any) -> bool:
             t = region.constants[node].detach()
             if t.numel() * t.element_size() > _HASHED_BYTES:
                 return False
-            digest.update(repr((t.dtype, tuple(t.shape), t.requires_grad)).encode())
+            digest.update(repr((t.dtype, tuple(t.shape), changes(node, t))).encode())
             digest.update(t.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif node in region.modules:
             body = region.modules[node].graph

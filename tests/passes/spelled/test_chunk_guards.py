@@ -193,6 +193,43 @@ def test_a_buffer_that_holds_no_decay_now_is_left() -> None:
     assert codes(report) == ["DECAY_RANGE"]
 
 
+def test_decays_in_an_attribute_of_a_graph_module_are_checked_at_every_run() -> None:
+    args = inputs()[:3]
+    result = lc.rewrite(torch.export.export(Buffered(), args, strict=False).module(), "exact")
+    assert [(s.kind, s.form) for s in result.report.rewritten] == [("retention", "loop")]
+    result.module.gamma.copy_(torch.tensor([1.5, 0.5]))
+    with pytest.raises(RuntimeError, match="does not hold decays"):
+        result.module(*args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_a_mask_in_an_attribute_of_a_graph_module_is_no_constant(dtype: torch.dtype) -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(T, T).tril().to(dtype))
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return ((q @ k.mT) * self.mask) @ v
+
+    layer, args = Scores(), inputs()[:3]
+    program = torch.export.export(layer, args, strict=False)
+    made = lc.rewrite(program.module(), "exact")
+    assert codes(made.report) == codes(lc.rewrite(program, "exact").report) != []
+    for module in (layer, made.module):
+        module.mask.copy_(torch.eye(T))
+    assert torch.allclose(made.module(*args), layer(*args), atol=1e-5)
+
+
+def test_a_literal_of_a_graph_module_is_a_constant() -> None:
+    class Scores(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return ((q @ k.mT) * torch.tensor([[float(j <= i) for j in range(T)] for i in range(T)])) @ v
+
+    made = lc.rewrite(torch.export.export(Scores(), inputs()[:3], strict=False).module(), "exact")
+    assert [s.kind for s in made.report.rewritten] == ["linear"]
+
+
 def test_what_holds_for_a_buffer_is_not_taken_to_hold_for_a_parameter() -> None:
     """exp(inf * log gamma), by which a mask may be 0, has no gradient: that of a buffer nobody wants."""
 

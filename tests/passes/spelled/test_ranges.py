@@ -123,17 +123,20 @@ def test_neither(gate):
 
 
 class TestConstants:
-    def test_a_tensor_is_read(self):
+    def test_a_literal_is_read(self):
+        assert interval(traced(lambda a: torch.tensor([-0.5, -0.25]) * torch.ones(2), x)) == (-0.5, -0.25)
+
+    def test_a_buffer_or_what_was_closed_over_is_not(self):
+        """Anyone may write to it."""
         slopes = torch.tensor([-0.5, -0.25])
-        assert interval(traced(lambda a: slopes * torch.ones(2), x)) == (-0.5, -0.25)
+        assert interval(traced(lambda a: slopes * torch.ones(2), x)) == (-INF, INF)
 
     def test_a_parameter_is_not(self):
         slopes = torch.nn.Parameter(-torch.ones(2))
         assert interval(traced(lambda a: slopes * torch.ones(2), x)) == (-INF, INF)
 
     def test_nor_is_what_the_graph_writes_to(self):
-        slopes = torch.tensor([-0.5])
-        node = traced(lambda a: slopes * a.sigmoid(), x)
+        node = traced(lambda a: torch.tensor([-0.5]) * a.sigmoid(), x)
         constant = next(n for n in node.graph.nodes if n.op == "get_attr")
         assert is_log_decay(node)
         with node.graph.inserting_after(node):
@@ -142,12 +145,10 @@ class TestConstants:
 
     @pytest.mark.parametrize("bad", [float("nan"), INF])
     def test_of_odd_values(self, bad):
-        constant = torch.tensor([-1.0, bad])
-        assert interval(traced(lambda a: constant * torch.ones(2), x))[1] == INF
+        assert interval(traced(lambda a: torch.tensor([-1.0, bad]) * torch.ones(2), x))[1] == INF
 
     def test_under_a_fake_mode(self):
-        slopes = torch.tensor([-0.5])
-        node = traced(lambda a: slopes * torch.ones(1), x)
+        node = traced(lambda a: torch.tensor([-0.5]) * torch.ones(1), x)
         with torch._subclasses.FakeTensorMode():
             assert interval(node) == (-0.5, -0.5)
 
