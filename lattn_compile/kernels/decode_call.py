@@ -29,6 +29,7 @@ __all__ = [
     "layout_of",
     "of_sequences",
     "strides",
+    "tile_constants",
     "tile_of",
 ]
 
@@ -63,6 +64,16 @@ def layout_of(key_dim: int, value_dim: int, quantize: Quantizer | None) -> Layou
         return layout(key_dim, value_dim, least_run=16, width=64)
     block_k, block_v = tile_of(key_dim, value_dim, quantize)
     return layout(key_dim, value_dim, width=block_v, step=block_k)
+
+
+def tile_constants(lay: Layout, quantize: Quantizer | None) -> tuple[int, int]:
+    """`BLOCK_K, BLOCK_V` as the kernels take them: a tile that is a whole axis covers what the layout covers of it."""
+    block_k, block_v = tile_of(lay.key_dim, lay.value_dim, quantize)
+    if block_k >= lay.key_dim:
+        block_k = max(block_k, lay.lanes * lay.pieces * lay.step)
+    if block_v >= lay.value_dim:
+        block_v = max(block_v, lay.width)
+    return block_k, block_v
 
 
 def _lined_up(x: Any) -> Any:
@@ -149,17 +160,12 @@ class Call:
         self.starts, self.lengths = starts.contiguous(), lengths.contiguous()
         self.quantize = quantize
         lay = self.layout = layout_of(key_dim, value_dim, quantize)
-        block_k, block_v = tile_of(key_dim, value_dim, quantize)
+        block_k, block_v = tile_constants(lay, quantize)
         whole_keys = block_k >= key_dim
         rounds = quantize is not None and quantize.fmt.name != "fp32"
         name = quantize.fmt.name if quantize is not None and rounds else ""
         self.decay = 0 if g is None else g.dim() - 1
-        whole_values = block_v >= value_dim
-        self.write: dict[str, Any] = {
-            "FORMAT": name,
-            "BLOCK_K": max(block_k, lay.lanes * lay.pieces * lay.step) if whole_keys else block_k,
-            "BLOCK_V": max(block_v, lay.width) if whole_values else block_v,
-        }
+        self.write: dict[str, Any] = {"FORMAT": name, "BLOCK_K": block_k, "BLOCK_V": block_v}
         self.step = {
             "DELTA": rule == "delta",
             "DECAY": self.decay,

@@ -32,7 +32,7 @@ from lattn_compile.kernels.common.pieces import (
     scaled,
     store_state,
 )
-from lattn_compile.kernels.decode_call import layout_of, of_sequences, strides, tile_of
+from lattn_compile.kernels.decode_call import layout_of, of_sequences, strides, tile_constants
 from lattn_compile.kernels.decode_codec import quantize as rounded
 
 __all__ = ["MAMBA", "SIGMOID", "forward", "step"]
@@ -231,7 +231,7 @@ def forward(
     q, k, v, g = (x if x is None or x.stride(-1) == 1 or x.dim() == 2 else x.contiguous() for x in (q, k, v, g))
     (sequences, value_heads, value_dim), key_dim = v.shape, q.shape[2]
     lay = layout_of(key_dim, value_dim, quantize)
-    block_k, block_v = tile_of(key_dim, value_dim, quantize)
+    block_k, block_v = tile_constants(lay, quantize)
     name = "" if quantize is None or quantize.fmt.name == "fp32" else quantize.fmt.name
     states = of_sequences(state).states
     launched(step)[(lay.blocks * value_heads * sequences,)](
@@ -239,8 +239,7 @@ def forward(
         *_heads(beta), q.shape[1], value_heads, float(scale),
         **lay.constants(), BK=triton.next_power_of_2(key_dim), NORM=qk_l2norm, DELTA=rule == "delta",
         DECAY=0 if g is None else g.dim() - 1, BETA=int(beta is not None), G_RUN=value_heads, BETA_RUN=value_heads,
-        FORMAT=name, BLOCK_K=max(block_k, lay.lanes * lay.pieces * lay.step) if block_k >= key_dim else block_k,
-        BLOCK_V=max(block_v, lay.width) if block_v >= value_dim else block_v,
+        FORMAT=name, BLOCK_K=block_k, BLOCK_V=block_v,
         ENTER=enter and bool(name), AFTER=readout == "after_write" and bool(name),
         num_warps=lay.warps, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip

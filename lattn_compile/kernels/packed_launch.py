@@ -13,8 +13,9 @@ import math
 import triton
 
 from lattn_compile.formats.quantizer import Quantizer
+from lattn_compile.kernels import decode_call
 from lattn_compile.kernels.common.layout import MAX_WARPS, Layout
-from lattn_compile.kernels.decode_call import layout_of, tile_of
+from lattn_compile.kernels.decode_call import layout_of
 
 __all__ = [
     "CHOSEN",
@@ -104,12 +105,10 @@ def ring_layout(key_dim: int, value_dim: int, quantize: Quantizer | None, launch
 
 
 def tile_constants(lay: Layout, quantize: Quantizer | None) -> tuple[int, int]:
-    """`BLOCK_K, BLOCK_V` as the kernels take them: powers of two, at least the padded axis where it is the whole."""
-    block_k, block_v = tile_of(lay.key_dim, lay.value_dim, quantize)
-    if block_k >= lay.key_dim:
-        block_k = max(block_k, lay.lanes * lay.pieces * lay.step)
+    """As `decode_call.tile_constants`; a tile of all columns covers the axis, which several programs may share."""
+    block_k, block_v = decode_call.tile_constants(lay, quantize)
     if block_v >= lay.value_dim:
-        block_v = max(block_v, lay.width, triton.next_power_of_2(lay.value_dim))
+        block_v = max(block_v, triton.next_power_of_2(lay.value_dim))
     return block_k, block_v
 
 
