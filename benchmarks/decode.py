@@ -28,7 +28,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -43,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import lattn_compile.ops  # noqa: F401 - registers the ops
 from benchmarks import decode_report
+from benchmarks.compiling import compile_in_parallel, only_compile
 from lattn_compile.bench.timing import copy_bandwidth, milliseconds
 from lattn_compile.formats import parse
 from lattn_compile.formats.quantizer import Quantizer
@@ -323,19 +323,8 @@ def different(case: Case, batch: int, ways: list[str]) -> list[str]:
 
 
 def warm(cases: list[Case], batches: list[int], ways: list[str], mine: int, processes: int) -> None:
-    """Compiles every `processes`-th kernel that the benchmark launches, into Triton's cache on disk; launches none."""
-    import triton
-
-    run = triton.JITFunction.run
-    seen: dict[str, int] = {}
-
-    def only_compiled(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        constants = sorted((name, str(x)) for name, x in kwargs.items() if not isinstance(x, Tensor))
-        key = f"{self.__name__} {constants} {[x is None for x in args]}"
-        if seen.setdefault(key, len(seen)) % processes == mine:
-            run(self, *args, grid=grid, warmup=True, **kwargs)
-
-    triton.JITFunction.run = only_compiled
+    """Compiles every `processes`-th kernel that the benchmark launches; launches none."""
+    only_compile(mine, processes)
     for way in ways:
         use(way)
         for case in cases:
@@ -344,20 +333,6 @@ def warm(cases: list[Case], batches: list[int], ways: list[str], mine: int, proc
     for kind in dict.fromkeys(case.kind for case in cases):
         with contextlib.suppress(ImportError):
             fla(kind, 1, 1)[0](0)
-
-
-def compile_in_parallel(processes: int, until: float) -> None:
-    """Each process with this one's arguments, and a share of the kernels."""
-    command = [sys.executable, __file__, *sys.argv[1:]]
-    running = [
-        subprocess.Popen([*command, "--warm", str(i), str(processes)], env={**os.environ, "OMP_NUM_THREADS": "1"})
-        for i in range(processes)
-    ]
-    for process in running:
-        try:
-            process.wait(max(until - time.time(), 1.0))
-        except subprocess.TimeoutExpired:
-            process.kill()
 
 
 class Found:
@@ -474,7 +449,7 @@ def main() -> int:
         warm(cases, args.batch, ways, *args.warm)
         return 0
     until = time.time() + args.seconds
-    compile_in_parallel(args.processes, until)
+    compile_in_parallel([__file__, *sys.argv[1:]], args.processes, until)
     print(f"compiled, {until - time.time():.0f} s left", flush=True)
     found = Found(args.out)
     measure(found, cases, args.batch, ways, until)

@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +29,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.compiling import compile_in_parallel, only_compile
 from lattn_compile.formats import parse
 from lattn_compile.formats.quantizer import Quantizer
 from lattn_compile.kernels import replay, replay_launch, replay_run
@@ -183,34 +182,9 @@ def fla(kind: str, tokens: int) -> dict[str, float] | None:
     return found
 
 
-def compile_in_parallel(ways: list[str], cases: list[tuple[str, str]], processes: int, until: float) -> None:
-    """Fills Triton's cache on disk; each process takes every so-manieth kernel."""
-    command = [sys.executable, __file__, "--launch", *ways, "--cases", *("/".join(case) for case in cases)]
-    running = [
-        subprocess.Popen([*command, "--warm", str(i), str(processes)], env={**os.environ, "OMP_NUM_THREADS": "1"})
-        for i in range(processes)
-    ]
-    for process in running:
-        try:
-            process.wait(max(until - time.time(), 1.0))
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
 def warm(ways: list[str], cases: list[tuple[str, str]], mine: int, processes: int) -> None:
     """Compiles every `processes`-th kernel that the benchmark launches, and launches none."""
-    import triton
-
-    run = triton.JITFunction.run
-    seen: dict[str, int] = {}
-
-    def only_compiled(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        constants = sorted((name, str(x)) for name, x in kwargs.items() if not isinstance(x, Tensor))
-        key = f"{self.__name__} {constants} {[x is None for x in args]}"
-        if seen.setdefault(key, len(seen)) % processes == mine:
-            run(self, *args, grid=grid, warmup=True, **kwargs)
-
-    triton.JITFunction.run = only_compiled
+    only_compile(mine, processes)
     replay_run._SHARE, replay_run._SMALL = 0.0, 0  # a window a stretch, so that there are several
     for way in ways:
         replay_launch.CHOSEN = way
@@ -333,7 +307,8 @@ def main() -> int:
         warm(args.launch, cases, *args.warm)
         return 0
     until = time.time() + args.seconds
-    compile_in_parallel(args.launch, cases, args.processes, until)
+    asked = ["--launch", *args.launch, "--cases", *("/".join(case) for case in cases)]
+    compile_in_parallel([__file__, *asked], args.processes, until)
     print(f"compiled, {until - time.time():.0f} s left", flush=True)
     found = Found(args.tokens, args.out)
     measure(found, args.tokens, args.launch, cases, args.by_kernel, until)

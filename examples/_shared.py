@@ -68,6 +68,23 @@ def start() -> torch.device:
     return device
 
 
+def generate(model: Any, tokens: int) -> tuple[torch.Tensor, dict[str, int]]:
+    """Four random prompts with `tokens` more behind each, and the bytes of the cache in which these were decoded."""
+    from lattn_compile.integrations.transformers import cache_bytes
+
+    prompt = torch.randint(2, 200, (4, 32), generator=torch.Generator().manual_seed(0)).to(model.device)
+    out = model.generate(
+        prompt,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        use_cache=True,
+        return_dict_in_generate=True,
+    )
+    cache = out["cache"] if "cache" in out else out["past_key_values"]
+    return out.sequences, cache_bytes(cache)
+
+
 def nats(model: Callable[..., Any], windows: torch.Tensor) -> torch.Tensor:
     """Cross entropy `[batch, LENGTH - PREFIX]` of the bytes behind the prefix of `windows` `[batch, LENGTH + 1]`."""
     return cross_entropy(model(input_ids=windows[:, :-1]).logits, windows)
