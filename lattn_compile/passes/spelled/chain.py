@@ -42,13 +42,11 @@ class Chain:
     Attributes:
         links: one a token. root: the state before the first; None for zeros.
         state_dtype: dtype to which the graph rounds the state after every token, None if it does not.
-        state_used: whether anything but the reads uses the last state.
     """
 
     links: list[Link]
     root: fx.Node | None
     state_dtype: torch.dtype | None = None
-    state_used: bool = True
     evidence: dict[str, object] = field(default_factory=dict)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lattn_compile.passes.spelled.literals import is_literal
+from lattn_compile.passes.spelled.literals import is_literal, is_written
 from lattn_compile.passes.spelled.proposal import CONSTANT, Proposal
 from lattn_compile.passes.spelled.subgraph import constant, is_trained
 
@@ -156,7 +156,7 @@ def known_value(node: fx.Node) -> Tensor | None:
 
     What the graph itself writes to holds something else at the next call, and is not known.
     """
-    if any(_writes(user) for user in node.users):
+    if is_written(node):
         return None
     x = node.meta.get(VALUE) if node.op == "placeholder" else None
     if node.op == "get_attr" or CONSTANT in node.meta:
@@ -179,10 +179,6 @@ def _is_buffer(placeholder: fx.Node) -> bool:
     """Whether Dynamo took an input out of a module's `_buffers`. Its name does not tell: an argument may have any."""
     owner = getattr(getattr(placeholder.meta.get("grapharg"), "source", None), "base", None)
     return type(owner).__name__ == "UnspecializedParamBufferSource" and getattr(owner, "member", None) == "_buffers"
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def find_tables(leaves: Sequence[fx.Node], heads: int) -> Tables | None:

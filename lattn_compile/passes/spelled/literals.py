@@ -14,7 +14,7 @@ from lattn_compile.passes.spelled.subgraph import is_trained
 from lattn_compile.passes.spelled.views import fill_of, of_booleans
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["changes", "constant", "float_fill", "is_literal", "is_mask_node", "is_zero", "number"]
+__all__ = ["changes", "constant", "float_fill", "is_literal", "is_mask_node", "is_written", "is_zero", "number"]
 
 
 def is_zero(node: fx.Node) -> bool:
@@ -70,6 +70,11 @@ def changes(node: fx.Node, x: torch.Tensor) -> bool:
     no constant that a trace lifted."""
     lifted = any(name in str(node.target) for name in ("_tensor_constant", "lifted_tensor"))
     return is_trained(x) or (node.op == "get_attr" and not lifted)
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether an op of the graph may write to a node's values."""
+    return any(isinstance(u.target, torch._ops.OpOverload) and u.target._schema.is_mutable for u in node.users)
 
 
 def number(x: Any) -> float:

@@ -33,7 +33,7 @@ from lattn_compile.passes.spelled.intervals import (
     times,
     union,
 )
-from lattn_compile.passes.spelled.literals import is_literal
+from lattn_compile.passes.spelled.literals import is_literal, is_written
 from lattn_compile.passes.spelled.proposal import CONSTANT, OUTER
 from lattn_compile.passes.spelled.subgraph import clean_state, constant
 from lattn_compile.passes.spelled.writer import value
@@ -169,14 +169,10 @@ def _constant(node: fx.Node) -> Tensor | None:
         or found.is_complex()
         or not 0 < found.numel() <= _READ_ELEMENTS
         or found.device.type == "meta"
-        or any(_writes(user) for user in node.users)
+        or is_written(node)
     ):
         return None
     return found
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 class _Call:
