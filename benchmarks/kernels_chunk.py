@@ -28,6 +28,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from lattn_compile.bench.timing import copy_bandwidth
 from lattn_compile.formats import parse
 from lattn_compile.formats.quantizer import Quantizer
 from lattn_compile.kernels import chunk
@@ -146,13 +147,6 @@ def replayed(call: Callable[[], object]) -> tuple[float, str]:
     except Exception:
         torch.cuda.synchronize()
         return milliseconds(call), "eager"
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a plain copy."""
-    x = torch.empty(1 << 29, dtype=torch.float32, device=DEVICE).normal_()
-    y = torch.empty_like(x)
-    return 2 * x.nbytes / (milliseconds(lambda: y.copy_(x)) / 1e3)
 
 
 def by_kernel(call: Callable[[], object]) -> dict[str, float]:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "benchmarks" / "results" / "drift.json"
+sys.path.insert(0, str(HERE.parent))
 
-# Middle tones and dashes: to be told apart on white, on black, and in grey.
-COLORS = ("#3b82d6", "#d9702e", "#2f9e6b", "#c2528b", "#8a6fd8", "#a08a2c", "#4d98a8")
-DASHES = ("", "7 3", "2 3", "9 3 2 3", "", "7 3", "2 3")
-STYLE = """
-text { font: 12px system-ui, sans-serif; fill: #444b55; } .axis { stroke: #9aa3ae; } .grid { stroke: #9aa3ae44; }
-path { fill: none; stroke-width: 1.8; }
-@media (prefers-color-scheme: dark) { text { fill: #c3cad4; } }
-"""
-LEFT, TOP, WIDTH, HEIGHT, MARGIN = 58, 34, 470, 250, 262
+from docs.line_plot import Box, line_plot  # noqa: E402
+
+BOX = Box(left=58, top=34, width=470, height=250, margin=262, gap=22)
 
 PLOTS: dict[str, tuple[str, str, dict[str, str]]] = {
     "drift-formats": (
@@ -79,37 +75,19 @@ def svg(drift: Drift, title: str, kind: str, lines: dict[str, str]) -> str:
     values = [x for curve in curves.values() for x in curve]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
 
-    def x_of(t: float) -> float:
-        return LEFT + WIDTH * t / tokens
+    def part(value: float) -> float:
+        return (math.log10(value) - low) / (high - low)
 
-    def y_of(value: float) -> float:
-        return TOP + HEIGHT * (high - math.log10(value)) / (high - low)
-
-    parts = [f'<text x="{LEFT}" y="16" font-weight="600">{title}: relative error of the state</text>']
-    for power in range(low, high + 1):
-        y, mark = y_of(10.0**power), f"{10.0**power:g}".replace("e-0", "e-")
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{mark}</text>')
-    for i in range(5):
-        t = tokens * i // 4
-        parts.append(f'<text x="{x_of(t):.1f}" y="{TOP + HEIGHT + 18}" text-anchor="middle">{t}</text>')
-    parts.append(f'<path class="axis" stroke-width="1" d="M{LEFT} {TOP}V{TOP + HEIGHT}H{LEFT + WIDTH}"/>')
-    parts.append(f'<text x="{LEFT + WIDTH / 2}" y="{TOP + HEIGHT + 36}" text-anchor="middle">tokens</text>')
-    for i, curve in enumerate(curves.values()):
-        points = "L".join(f"{x_of((j + 1) * every):.1f} {y_of(value):.1f}" for j, value in enumerate(curve))
-        dash = f' stroke-dasharray="{DASHES[i]}"' if DASHES[i] else ""
-        parts.append(f'<path stroke="{COLORS[i]}"{dash} d="M{points}"/>')
-    colors = dict(zip(curves, COLORS, strict=False))
-    below = -math.inf
-    for label in sorted(curves, key=lambda label: -curves[label][-1]):
-        below = max(y_of(curves[label][-1]) + 4, below + 15)
-        text = f"{label}  {number(curves[label][-1])}"
-        x = LEFT + WIDTH + 22
-        parts.append(f'<circle cx="{x - 9}" cy="{below - 4:.1f}" r="4" fill="{colors[label]}"/>')
-        parts.append(f'<text x="{x}" y="{below:.1f}">{text}</text>')
-    size = f'viewBox="0 0 {LEFT + WIDTH + MARGIN} {TOP + HEIGHT + 46}"'
-    body = "\n".join(parts)
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n<style>{STYLE}</style>\n{body}\n</svg>\n'
+    powers = [(power, f"{10.0**power:g}".replace("e-0", "e-")) for power in range(low, high + 1)]
+    return line_plot(
+        BOX,
+        f"{title}: relative error of the state",
+        "tokens",
+        [(i / 4, str(tokens * i // 4)) for i in range(5)],
+        [((power - low) / (high - low), mark) for power, mark in powers],
+        {label: [((j + 1) * every / tokens, part(x)) for j, x in enumerate(curve)] for label, curve in curves.items()},
+        {label: number(curve[-1]) for label, curve in curves.items()},
+    )
 
 
 def table(drift: Drift, kind: str) -> str:

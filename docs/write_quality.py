@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import math
 import re
-import runpy
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
 ON_CPU = RESULTS.with_name("quality_cpu.json")
 """Rows of the same bases, measured on a CPU: text alone, over 1,024 bytes."""
@@ -26,9 +24,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.quality.config import FULL, HEADLINE, NEAREST, OTHERS, PREFILLS, policy_named  # noqa: E402
 from benchmarks.quality.findings import Rows, findings  # noqa: E402
 from benchmarks.quality.verdict import CONTROL, Spread, judged, seeds, spread  # noqa: E402
-
-_DRAWN = runpy.run_path(str(HERE / "write_drift.py"))
-COLORS, DASHES, STYLE = _DRAWN["COLORS"], _DRAWN["DASHES"], _DRAWN["STYLE"]
+from docs.line_plot import Box, line_plot  # noqa: E402
 
 NAMES = {"gdn": "Qwen3-Next (GDN)", "kda": "Kimi-Linear (KDA)"}
 LOST = "exact, prefix lost"
@@ -294,56 +290,33 @@ def readme(r: Results) -> str:
     return f"{table}\n\n{textwrap.fill(text, 118)}"
 
 
-def lines(
-    title: str,
-    xs: list[str],
-    curves: dict[str, list[float]],
-    *,
-    log: bool,
-    unit: str,
-    width: int = 470,
-    height: int = 240,
-) -> str:
+BOX = Box(left=62, top=34, width=470, height=240, margin=230, gap=16)
+
+
+def lines(title: str, xs: list[str], curves: dict[str, list[float]], *, log: bool, unit: str) -> str:
     """Values at the horizons, a line a policy, labelled at its end."""
-    values = [v for curve in curves.values() for v in curve if v > 0 or not log]
     if log:
+        values = [v for curve in curves.values() for v in curve if v > 0]
         low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-        ticks = [(p, f"{10.0**p:g}") for p in range(low, high + 1)]
+        ticks = [((p - low) / (high - low), f"{10.0**p:g}") for p in range(low, high + 1)]
     else:
         low, high = 0, 1
         ticks = [(i / 4, f"{25 * i} %") for i in range(5)]
-    left, top = 62, 34
 
-    def y_of(v: float) -> float:
-        at = math.log10(max(v, 10.0**low)) if log else v
-        return top + height * (high - at) / (high - low)
+    def part(v: float) -> float:
+        return (math.log10(max(v, 10.0**low)) - low) / (high - low) if log else v
 
-    def x_of(i: int) -> float:
-        return left + width * (i + 0.5) / len(xs)
-
-    parts = [f'<text x="{left}" y="16" font-weight="600">{title}</text>']
-    for value, mark in ticks:
-        y = top + height * (high - value) / (high - low)
-        parts.append(f'<line class="grid" x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{mark}</text>')
-    for i, x in enumerate(xs):
-        before = "1" if i == 0 else str(int(xs[i - 1]) + 1)
-        parts.append(f'<text x="{x_of(i):.1f}" y="{top + height + 18}" text-anchor="middle">{before}-{x}</text>')
-    parts.append(f'<path class="axis" stroke-width="1" d="M{left} {top}V{top + height}H{left + width}"/>')
-    parts.append(f'<text x="{left + width / 2}" y="{top + height + 36}" text-anchor="middle">{unit}</text>')
-    for n, curve in enumerate(curves.values()):
-        points = "L".join(f"{x_of(i):.1f} {y_of(v):.1f}" for i, v in enumerate(curve))
-        dash = f' stroke-dasharray="{DASHES[n]}"' if DASHES[n] else ""
-        parts.append(f'<path stroke="{COLORS[n]}"{dash} d="M{points}"/>')
-    colors, below = dict(zip(curves, COLORS, strict=False)), -math.inf
-    for label in sorted(curves, key=lambda label: -curves[label][-1]):
-        below = max(y_of(curves[label][-1]) + 4, below + 15)
-        x, last = left + width + 16, curves[label][-1]
-        said = f"{label}  {short(last) if log else f'{100 * last:.0f} %'}"
-        parts.append(f'<circle cx="{x - 9}" cy="{below - 4:.1f}" r="4" fill="{colors[label]}"/>')
-        parts.append(f'<text x="{x}" y="{below:.1f}">{said}</text>')
-    body, size = "\n".join(parts), f'viewBox="0 0 {left + width + 230} {top + height + 46}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n<style>{STYLE}</style>\n{body}\n</svg>\n'
+    places = [(i + 0.5) / len(xs) for i in range(len(xs))]
+    firsts = ["1", *(str(int(x) + 1) for x in xs)]
+    return line_plot(
+        BOX,
+        title,
+        unit,
+        [(at, f"{first}-{x}") for at, first, x in zip(places, firsts, xs, strict=False)],
+        ticks,
+        {label: list(zip(places, map(part, curve), strict=False)) for label, curve in curves.items()},
+        {label: short(curve[-1]) if log else f"{100 * curve[-1]:.0f} %" for label, curve in curves.items()},
+    )
 
 
 SHOWN = ("nvfp4 token", "int8 token", "nvfp4 replay 16", "int8 replay 8", "fp8 token", "fp8 replay 8")
