@@ -178,6 +178,9 @@ def _sigmoid_of(node: Any, rows: int, heads: int) -> Placed | None:
     node = _origin(node)
     if not _is(node, _aten.sigmoid.default):
         return None
+    raw = _value(node.args[0])
+    if raw is None or raw.dtype not in _FLOATS:
+        return None
     return placed(node.args[0], rows, heads)
 
 

@@ -112,3 +112,8 @@ def test_a_sigmoid_is_rounded_where_the_model_rounds_it() -> None:
     wide = gpu_fold._sigmoid_of(_gates(lambda b, x, y: b.float().sigmoid()), 2, 6)
     assert wide is not None and wide.node.meta["val"].dtype is torch.float32
     assert gpu_fold._sigmoid_of(_gates(lambda b, x, y: 2 * b.sigmoid()), 2, 6) is None
+
+
+def test_a_sigmoid_of_integers_is_left() -> None:
+    node = _last(lambda b: b.sigmoid(), torch.arange(12).view(2, 6))
+    assert gpu_fold._sigmoid_of(node, 2, 6) is None  # the kernel rounds to the dtype of what it reads
