@@ -145,6 +145,13 @@ def config_of(sizes: Sizes, layer_types: list[str]) -> Any:
     )
 
 
+def written(policy: str, device: str) -> Any:
+    """The policy by Triton's kernels, all of them, on a GPU: no arm may be timed on the reference."""
+    import lattn_compile as lc
+
+    return replace(lc.PRESETS[policy], kernel="triton") if device == "cuda" else policy
+
+
 def compiled() -> list[str]:
     """How the sites were compiled: verdict, op and kernel."""
     import lattn_compile as lc
@@ -173,7 +180,7 @@ def train(rig: Rig, policy: str) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         with torch.device(rig.device):
-            model = lc.attach(Qwen3NextForCausalLM(config_of(sizes, types)).to(dtype), policy)
+            model = lc.attach(Qwen3NextForCausalLM(config_of(sizes, types)).to(dtype), written(policy, rig.device))
         for layer in model.model.layers:
             layer.compile(backend="lattn_compile", dynamic=False)
         return model
