@@ -314,11 +314,11 @@ def different(case: Case, batch: int, ways: list[str]) -> list[str]:
     found = {}
     for way in ways:
         use(way)
-        own = packed_launch.launch_of(
-            quantize, batch * VALUE_HEADS, by_channel=case.kind == "kda", window=call.window is not None
-        )
-        form = packed_launch.stored_layout(KEY, VALUE, quantize, own)
-        found.setdefault((form, own.heads), way)
+        windowed = call.window is not None
+        own = packed_launch.launch_of(quantize, batch * VALUE_HEADS, window=windowed)
+        form = (packed_launch.ring_layout if windowed else packed_launch.stored_layout)(KEY, VALUE, quantize, own)
+        tiles = packed_launch.tiles_a_program(own, form, KEY_HEADS, VALUE_HEADS, batch, keys=not windowed)
+        found.setdefault((form, tiles), way)
     return list(found.values())
 
 

@@ -51,6 +51,7 @@ def keep(
     FORMAT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    TURNED: tl.constexpr = False,
 ):
     """Stores a state in pieces that `quantize` would leave as it is: one head's codes, its scales and block scales."""
     _, codes, steps = quantize(S, FORMAT, BLOCK_K, BLOCK_V, PIECES, STEP, FLIP)
@@ -73,7 +74,10 @@ def keep(
         for i in tl.static_range(PIECES):
             byte = _in_pairs(tl.where(steps[i // COUNT] == steps[i // COUNT], to_nibbles(codes[i]), 0), FLIP)
             row = pair + i * (STEP // 2)
-            at = tl.max_contiguous(row * V + v, (1, 1, 1, VECTOR))
+            if TURNED:
+                at = v * ((K + 1) // 2) + row
+            else:
+                at = tl.max_contiguous(row * V + v, (1, 1, 1, VECTOR))
             tl.store(p_codes + at, byte.to(tl.uint8), mask=(row < (K + 1) // 2) & (v < V))
     else:
         tl.static_assert(FORMAT == "int8" or FORMAT == "fp8_e4m3")
@@ -88,7 +92,10 @@ def keep(
                 byte -= 128
             byte = tl.where(steps[i // COUNT] == steps[i // COUNT], byte, 0) & 0xFF
             row = k + i * STEP
-            at = tl.max_contiguous(row * V + v, (1, 1, 1, VECTOR))
+            if TURNED:
+                at = v * K + row
+            else:
+                at = tl.max_contiguous(row * V + v, (1, 1, 1, VECTOR))
             tl.store(p_codes + at, byte.to(tl.uint8), mask=(row < K) & (v < V))
 
 

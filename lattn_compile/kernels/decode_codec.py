@@ -79,8 +79,10 @@ def _magnitude_bits(S, FIRST: tl.constexpr, COUNT: tl.constexpr):
     m = tl.abs(S[FIRST])
     for i in tl.static_range(FIRST + 1, FIRST + COUNT):
         m = _largest(m, tl.abs(S[i]))
-    # A NaN may come with any sign.
-    return m.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    bits = m.to(tl.int32, bitcast=True)
+    if COUNT == 1:
+        bits = bits & 0x7FFFFFFF  # a NaN may have any sign; of a maximum it is positive
+    return bits
 
 
 @triton.jit

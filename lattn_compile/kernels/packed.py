@@ -21,18 +21,21 @@ from torch import Tensor
 from lattn_compile.formats.quantizer import Quantizer
 from lattn_compile.kernels import decode
 from lattn_compile.kernels.common.host import interpreted, on
+from lattn_compile.kernels.common.launch import aligned
 from lattn_compile.kernels.common.layout import MAX_WARPS, Layout
 from lattn_compile.kernels.decode_call import strides
 from lattn_compile.kernels.packed_decode import step as decode_step
 from lattn_compile.kernels.packed_flush import flush as replay_flush
 from lattn_compile.kernels.packed_launch import (
-    heads_a_program,
+    LAUNCHES,
     launch_of,
     ring_layout,
     stored_layout,
     tile_constants,
+    tiles_a_program,
 )
 from lattn_compile.kernels.packed_replay import step as replay_step
+from lattn_compile.kernels.packed_token import token_step
 
 __all__ = ["RawGates", "flush", "step", "supports"]
 
@@ -166,7 +169,8 @@ def flush(
     sequences = cursor.shape[0] if state_indices is None else state_indices.shape[0]
     if sequences == 0 or window == 1 or min(heads) == 0:
         return
-    lay = ring_layout(key_dim, value_dim, quantize, launch_of(quantize, sequences * value_heads, window=True))
+    launch = launch_of(quantize, sequences * value_heads, window=True)
+    lay = ring_layout(key_dim, value_dim, quantize, LAUNCHES["narrow"] if _turned(stored["codes"]) else launch)
     form = "" if quantize is None or quantize.fmt.name == "fp32" else quantize.fmt.name
     with on(cursor.device):
         replay_flush[(lay.blocks * value_heads * sequences,)](
@@ -201,11 +205,12 @@ def _written(
         "FORMAT": form,
         "BLOCK_K": block_k,
         "BLOCK_V": block_v,
-        "FAST": _fast(form, lay, codes.device),
+        "FAST": _fast(form, lay, codes),
         "TWO": two,
         "HEAD_CODES": _elements(codes),
         "HEAD_SCALES": _elements(scales),
         "HEAD_BLOCKS": _elements(blocks),
+        "TURNED": _turned(codes),
     }
 
 
@@ -216,16 +221,20 @@ def _replay(
     key_heads, value_heads = x.heads
     ratio = value_heads // key_heads
     launch = launch_of(options.quantize, x.sequences * value_heads, window=True)
+    if _turned(stored["codes"]):
+        launch = LAUNCHES["narrow"]
     lay = ring_layout(key_dim, value_dim, options.quantize, launch)
-    heads = heads_a_program(launch, ratio) if x.single else ratio
+    tiles = ratio * lay.blocks
+    if x.single:
+        _, tiles = tiles_a_program(launch, lay, key_heads, value_heads, x.sequences, keys=False)
     gates, write = options.gates, "replay" if anchor is None else "two_precision"
-    replay_step[((lay.blocks if x.single else 1) * (value_heads // heads) * x.sequences,)](
+    replay_step[(lay.blocks * value_heads // tiles * x.sequences,)](
         x.q, x.k, x.v, x.g, x.beta, *_held(stored, write), x.cursor, x.indices, x.fresh, x.ends, x.lengths, o,
         gates.a_log, gates.dt_bias, options.scale, gates.lower_bound or 0.0, *strides(x.q), *strides(x.k),
         *x.v.stride(), *strides(x.g), *strides(x.beta), x.tokens, x.sequences, x.cursor.shape[0], options.padding_slot,
         H=key_heads, HV=value_heads, **lay.constants(), **options.gate_constants(x),
-        BK=triton.next_power_of_2(key_dim), HEADS=heads, SINGLE=x.single, WINDOW=window,
-        ROWS=triton.next_power_of_2(window),
+        BK=triton.next_power_of_2(key_dim), WINDOW=window, ROWS=triton.next_power_of_2(window), SINGLE=x.single,
+        TILES=tiles, **_overlapping(o.device),
         AFTER=options.readout == "after_write" and options.format != "",
         **_written(stored, lay, options.quantize, options.format, write, anchor),
         num_warps=lay.warps, num_stages=1, enable_fp_fusion=False,
@@ -318,25 +327,27 @@ def _lined_up(x: Tensor) -> Tensor:
 def _decode(x: _Inputs, stored: Mapping[str, Tensor], o: Tensor, options: _Options) -> None:
     key_dim, value_dim = x.q.shape[-1], x.v.shape[-1]
     key_heads, value_heads = x.heads
-    by_channel = x.g is not None and x.g.dim() == 3
-    launch = launch_of(options.quantize, x.sequences * value_heads, by_channel=by_channel)
-    lay = stored_layout(key_dim, value_dim, options.quantize, launch)
-    heads = heads_a_program(launch, value_heads // key_heads)
-    block_k, block_v = tile_constants(lay, options.quantize)
     codes, scales, blocks = _rows(stored)
+    launch = LAUNCHES["narrow"] if _turned(codes) else launch_of(options.quantize, x.sequences * value_heads)
+    lay = stored_layout(key_dim, value_dim, options.quantize, launch)
+    block_k, block_v = tile_constants(lay, options.quantize)
     gates = options.gates
-    decode_step[(lay.blocks * (value_heads // heads) * x.sequences,)](
+    kernel, programs, own = decode_step, lay.blocks * value_heads, {}
+    if x.single:
+        keys, tiles = tiles_a_program(launch, lay, key_heads, value_heads, x.sequences)
+        kernel, programs = token_step, programs // (keys * tiles)
+        own = {"KEYS": keys, "TILES": tiles, **_overlapping(codes.device)}
+    kernel[(programs * x.sequences,)](
         x.q, x.k, x.v, x.g, x.beta, codes, scales, blocks, x.cursor, x.indices, x.fresh, x.ends, x.lengths, o,
         gates.a_log, gates.dt_bias, options.scale, gates.lower_bound or 0.0, *strides(x.q), *strides(x.k),
         *x.v.stride(), *strides(x.g), *strides(x.beta), x.tokens, x.sequences,
         x.cursor.shape[0], options.padding_slot,
         H=key_heads, HV=value_heads, **lay.constants(), **options.gate_constants(x),
-        BK=triton.next_power_of_2(key_dim), HEADS=heads, SINGLE=x.single, FORMAT=options.format,
-        BLOCK_K=block_k, BLOCK_V=block_v,
+        BK=triton.next_power_of_2(key_dim), FORMAT=options.format, BLOCK_K=block_k, BLOCK_V=block_v,
         AFTER=options.readout == "after_write" and options.format != "",
-        FAST=_fast(options.format, lay, codes.device),
+        FAST=_fast(options.format, lay, codes),
         HEAD_CODES=_elements(codes), HEAD_SCALES=_elements(scales), HEAD_BLOCKS=_elements(blocks),
-        num_warps=lay.warps, num_stages=1, enable_fp_fusion=False,
+        TURNED=_turned(codes), **own, num_warps=lay.warps, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -357,16 +368,33 @@ def _elements(x: Tensor | None) -> int:
     return 0 if x is None else math.prod(x.shape[2:])
 
 
-def _fast(name: str, lay: Layout, device: torch.device) -> bool:
-    """Whether bytes are made numbers and numbers bytes four at a time; of fp8, by conversions of the GPU's own."""
-    if interpreted() or lay.vector * lay.step < 4:
+def _turned(codes: Tensor) -> bool:
+    """Whether heads lie in memory as `[V, K]`. Their bytes are moved one or two at a time, so rows of the launch table
+    that others gain by are none for them."""
+    return not codes.is_contiguous()
+
+
+def _fast(name: str, lay: Layout, codes: Tensor) -> bool:
+    """Whether bytes are made numbers and numbers bytes four at a time; of fp8, by conversions of the GPU's own.
+
+    Codes that begin anywhere in a buffer are moved byte by byte: words have to begin at their own size.
+    """
+    if interpreted() or lay.vector * lay.step < 4 or not aligned(codes):
         return False
-    return (name == "int8" and NVIDIA) or (name == "fp8_e4m3" and _capable(device, (8, 9)))
+    return (name == "int8" and NVIDIA) or (name == "fp8_e4m3" and _capable(codes.device, (8, 9)))
 
 
 def _capable(device: torch.device, least: tuple[int, int]) -> bool:
     """Whether it is an NVIDIA GPU of this compute capability; compiled for one that is not here, it is."""
     return NVIDIA and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= least)
+
+
+def _overlapping(device: torch.device) -> dict[str, Any]:
+    """Options of a kernel that may be launched while the one before it ends, for which `packed_rows.begin` waits: what
+    GPUs from sm_90 on can do."""
+    if interpreted() or not _capable(device, (9, 0)):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
 
 
 NVIDIA = torch.version.hip is None

@@ -1,4 +1,4 @@
-"""`lattn::decode_` on the device: tokens of every sequence on the codes that its slot holds, in one launch.
+"""`lattn::decode_` on the device for several tokens of a sequence, one after the other on what its slot holds.
 
 The state of a head is spread over lanes as in `decode_forward.py`, sums run in the same order and a write is the same
 `quantize`, so a stored state has the bits that the emulated kernel's would have.
@@ -6,7 +6,6 @@ The state of a head is spread over lanes as in `decode_forward.py`, sums run in 
 
 # Triton's language, not Python: no annotations but constants, tuples grow, conditions on constants stand alone.
 # mypy: ignore-errors
-# ruff: noqa: RUF005
 
 from __future__ import annotations
 
@@ -100,24 +99,23 @@ def _advanced(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     AFTER: tl.constexpr,
-    WRITE: tl.constexpr,
 ):
-    """The state after a token, rounded under WRITE, and the token's output."""
+    """The state after a token, rounded, and the token's output."""
     if DECAY:
         S = scaled(S, decay, DECAY == 2, PIECES)
     u = b_v
     if DELTA:
-        u = b_v - dot(S, b_k, PIECES, FLIP)
+        u = b_v - dot(S, b_k, PIECES, FLIP)[None, :, None, :]
     if BETA:
         u = strength * u
     if not AFTER:
         # Of the state before the update, so that both sums run side by side.
-        read = tl.fma(u, dot_kq, dot(S, b_q, PIECES, FLIP))
+        read = tl.fma(u, dot_kq, dot(S, b_q, PIECES, FLIP)[None, :, None, :])
     S = updated(S, b_k, u, PIECES)
-    if WRITE and FORMAT != "":
+    if FORMAT != "":
         S, _, _ = quantize(S, FORMAT, BLOCK_K, BLOCK_V, PIECES, STEP, FLIP)
     if AFTER:
-        read = dot(S, b_q, PIECES, FLIP)
+        read = tl.broadcast_to(dot(S, b_q, PIECES, FLIP)[None, :, None, :], u.shape)
     return S, read
 
 
@@ -168,8 +166,6 @@ def step(
     COLUMNS: tl.constexpr,
     VECTOR: tl.constexpr,
     FLIP: tl.constexpr,
-    HEADS: tl.constexpr,
-    SINGLE: tl.constexpr,
     NORM: tl.constexpr,
     DELTA: tl.constexpr,
     DECAY: tl.constexpr,
@@ -183,6 +179,7 @@ def step(
     HEAD_CODES: tl.constexpr,
     HEAD_SCALES: tl.constexpr,
     HEAD_BLOCKS: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """A step of every sequence, in place.
 
@@ -196,19 +193,18 @@ def step(
         ends, lengths, tokens, sequences: as `tokens_of` takes them. o: `[M, HV, V]`, all of it written.
         a_log, bias, bound: of the raw gate, GATE; SIGMOID: beta is raw (`packed_gates.py`).
         slots, padding: number of slots, and the slot that is none.
-        SINGLE: no sequence has more than one token. HEADS: value heads of a program, of one key head.
         DECAY: 0 none, 1 by head, 2 by channel. FORMAT: "" for fp32. AFTER: outputs are read after the rounding.
 
-    Grid: (column blocks * (HV / HEADS) * N,).
+    Grid: (column blocks * HV * N,).
     """
     i = tl.program_id(0)
     WIDTH: tl.constexpr = WARPS * COLUMNS
     BLOCKS: tl.constexpr = (V + WIDTH - 1) // WIDTH
     MASKED: tl.constexpr = LANES * PIECES * STEP != K
     BETA: tl.constexpr = beta is not None
-    PROGRAMS: tl.constexpr = BLOCKS * (HV // HEADS)  # of a sequence
+    PROGRAMS: tl.constexpr = BLOCKS * HV  # of a sequence
     i_block, i_seq = i % BLOCKS, i // PROGRAMS
-    i_head = i // BLOCKS % (HV // HEADS) * HEADS
+    i_head = i // BLOCKS % HV
     i_key = i_head // (HV // H)
     first, count, rows = tokens_of(i_seq, ends, lengths, tokens, sequences)
     slot, live, wrong = slot_of(i_seq, indices, padding, slots)
@@ -222,91 +218,49 @@ def step(
     write_once = (lane == 0) & (column[None, :, None, :] < V)
     o_token = HV * V
     p_o = o + i_head * V + once
-    if SINGLE:
-        # On their way while the slot is. A sequence without a token reads another's.
-        token = tl.minimum(first, tl.maximum(tokens - 1, 0)) if ends is not None else first
-        p_q = q + (token * q_token + i_key * q_head)
-        p_k = k + (token * k_token + i_key * k_head)
-        t_q = row_of(p_q, K, BK, WARPS)
-        t_k = row_of(p_k, K, BK, WARPS)
-        inputs = ()
-        for h in tl.static_range(HEADS):
-            inputs = inputs + (
-                inputs_of(
-                    token, i_head + h, v, g, beta, v_token, v_head, v_column, g_token, g_head, beta_token, beta_head,
-                    channel, column, K, V, PIECES, STEP, MASKED, DECAY,
-                ),
-            )  # fmt: skip
 
     used = tl.where(live, count, 0)
     blank = tl.broadcast_to(tl.where(wrong, float("nan"), 0.0), once.shape).to(o.dtype.element_ty)
     for t in range(used, rows):
-        for h in tl.static_range(HEADS):
-            tl.store(p_o + ((first + t) * o_token + h * V), blank, mask=write_once)
+        tl.store(p_o + (first + t) * o_token, blank, mask=write_once)
     if used == 0:
         return
 
-    # All loads of the states before the first is waited for, and before it is known whether there is a state.
     row = slot * HV + i_head
-    raw = ()
-    steps = ()
-    for h in tl.static_range(HEADS):
-        raw = raw + (
-            load_codes(codes + (row + h) * HEAD_CODES, channel, column, has, K, V, VECTOR, PIECES, STEP, FORMAT),
-        )
-        steps = steps + (
-            load_steps(
-                scales + (row + h) * HEAD_SCALES if HEAD_SCALES else None,
-                blocks + (row + h) * HEAD_BLOCKS if HEAD_BLOCKS else None,
-                channel, column, i_block * WIDTH, has, K, V, WIDTH, PIECES, STEP, FORMAT, BLOCK_K, BLOCK_V, VECTOR,
-            ),
-        )  # fmt: skip
+    p_codes = codes + row * HEAD_CODES
+    p_scales = scales + row * HEAD_SCALES if HEAD_SCALES else None
+    p_blocks = blocks + row * HEAD_BLOCKS if HEAD_BLOCKS else None
+    raw = load_codes(p_codes, channel, column, has, K, V, VECTOR, PIECES, STEP, FORMAT, TURNED)
+    steps = load_steps(
+        p_scales, p_blocks, channel, column, i_block * WIDTH, has, K, V, WIDTH, PIECES, STEP, FORMAT, BLOCK_K, BLOCK_V,
+        VECTOR,
+    )  # fmt: skip
     at = tl.load(cursor + slot)
-    stored = has & (at >= 0)
-
-    if SINGLE:
-        b_k, b_q, dot_kq = _pair(p_q, p_k, t_q, t_k, scale, channel, K, PIECES, STEP, WARPS, MASKED, NORM)
-    for h in tl.static_range(HEADS):
-        S = decoded(raw[h], steps[h], stored, channel, PIECES, FORMAT, FAST)
-        if SINGLE:
-            decay, strength = _gates(
-                inputs[h], i_head + h, a_log, bias, bound, channel, K, PIECES, STEP, DECAY, GATE, BETA, SIGMOID
-            )
-            S, read = _advanced(
-                S, b_k, b_q, dot_kq, inputs[h][0].to(tl.float32), decay, strength, PIECES, STEP, FLIP, DELTA, DECAY,
-                BETA, FORMAT, BLOCK_K, BLOCK_V, AFTER, AFTER,
-            )  # fmt: skip
-            read = tl.broadcast_to(read[None, :, None, :], once.shape).to(o.dtype.element_ty)
-            tl.store(p_o + (first * o_token + h * V), read, mask=write_once)
-        else:
-            for t in range(used):
-                token = first + t
-                p_q = q + (token * q_token + i_key * q_head)
-                p_k = k + (token * k_token + i_key * k_head)
-                b_k, b_q, dot_kq = _pair(
-                    p_q, p_k, row_of(p_q, K, BK, WARPS), row_of(p_k, K, BK, WARPS), scale, channel, K, PIECES, STEP,
-                    WARPS, MASKED, NORM,
-                )  # fmt: skip
-                x = inputs_of(
-                    token, i_head + h, v, g, beta, v_token, v_head, v_column, g_token, g_head, beta_token, beta_head,
-                    channel, column, K, V, PIECES, STEP, MASKED, DECAY,
-                )  # fmt: skip
-                decay, strength = _gates(
-                    x, i_head + h, a_log, bias, bound, channel, K, PIECES, STEP, DECAY, GATE, BETA, SIGMOID
-                )
-                S, read = _advanced(
-                    S, b_k, b_q, dot_kq, x[0].to(tl.float32), decay, strength, PIECES, STEP, FLIP, DELTA, DECAY, BETA,
-                    FORMAT, BLOCK_K, BLOCK_V, AFTER, True,
-                )  # fmt: skip
-                read = tl.broadcast_to(read[None, :, None, :], once.shape).to(o.dtype.element_ty)
-                tl.store(p_o + (token * o_token + h * V), read, mask=write_once)
-
-        # Rounding what was rounded changes nothing, so codes are made once, here.
-        write_back(
-            codes + (row + h) * HEAD_CODES, scales + (row + h) * HEAD_SCALES if HEAD_SCALES else None,
-            blocks + (row + h) * HEAD_BLOCKS if HEAD_BLOCKS else None, S, channel, column, i_block * WIDTH, K, V, WIDTH,
-            LANES, PIECES, STEP, VECTOR, FLIP, FORMAT, BLOCK_K, BLOCK_V, FAST,
+    S = decoded(raw, steps, has & (at >= 0), channel, PIECES, FORMAT, FAST)
+    for t in range(used):
+        token = first + t
+        p_q = q + (token * q_token + i_key * q_head)
+        p_k = k + (token * k_token + i_key * k_head)
+        b_k, b_q, dot_kq = _pair(
+            p_q, p_k, row_of(p_q, K, BK, WARPS), row_of(p_k, K, BK, WARPS), scale, channel, K, PIECES, STEP, WARPS,
+            MASKED, NORM,
         )  # fmt: skip
+        x = inputs_of(
+            token, i_head, v, g, beta, v_token, v_head, v_column, g_token, g_head, beta_token, beta_head, channel, once,
+            K, V, PIECES, STEP, MASKED, DECAY,
+        )  # fmt: skip
+        decay, strength = _gates(x, i_head, a_log, bias, bound, channel, K, PIECES, STEP, DECAY, GATE, BETA, SIGMOID)
+        S, read = _advanced(
+            S, b_k, b_q, dot_kq, x[0].to(tl.float32), decay, strength, PIECES, STEP, FLIP, DELTA, DECAY, BETA, FORMAT,
+            BLOCK_K, BLOCK_V, AFTER,
+        )  # fmt: skip
+        tl.store(p_o + token * o_token, read.to(o.dtype.element_ty), mask=write_once)
+
+    # Rounding what was rounded changes nothing, so codes are made once, here.
+    write_back(
+        p_codes, p_scales, p_blocks, S, channel, column, i_block * WIDTH, K, V, WIDTH, LANES, PIECES, STEP, VECTOR,
+        FLIP, FORMAT, BLOCK_K, BLOCK_V, FAST, TURNED,
+    )  # fmt: skip
     if at < 0:  # noqa: SIM102 - an atomic belongs into one branch only
         # Every program has to find a cursor of a slot without a state before it says that there is one. So each takes
         # one off, and who finds that all others have writes it.

@@ -12,40 +12,47 @@ import triton.language as tl
 from lattn_compile.kernels.common.inputs import exp
 from lattn_compile.kernels.common.packed_gates import decay_of, exps, log_decays_of, strength_of
 from lattn_compile.kernels.common.packed_rows import slot_of
-from lattn_compile.kernels.common.packed_tiles import decoded, load_codes, load_steps
-from lattn_compile.kernels.common.pieces import columns, dot, key_channels, scaled
+from lattn_compile.kernels.common.packed_tiles import decoded, decoded_words, load_codes, load_steps
+from lattn_compile.kernels.common.pieces import columns, dot, key_channels, lanes, scaled
 from lattn_compile.kernels.decode_codec import quantize
 from lattn_compile.kernels.packed_write import keys, updated, write_back
 
-__all__ = ["end", "flush", "ticket"]
+__all__ = ["cursor_of", "end", "flush", "leave"]
 
 
 @triton.jit
-def ticket(cursor, PROGRAMS: tl.constexpr):
-    """A slot's cursor, and whether all other programs of the sequence have read it: then this one may write it.
+def cursor_of(number):
+    """A slot's cursor, from what stands there: 16 bits, below a count of the programs that are done with it."""
+    low = number & 0xFFFF
+    return tl.where(low == 0xFFFF, -1, low)
 
-    The count lies in the upper half of the number, above a cursor of 16 bits, and goes when the last one writes.
+
+@triton.jit
+def leave(cursor, value, PROGRAMS: tl.constexpr):
+    """The last of a sequence's programs to come here sets its slot's cursor.
+
+    All have read it before, as they need it for what they do. The count lies in the upper half of the number, and goes
+    when the cursor is written.
     """
     if PROGRAMS == 1:
-        at = tl.load(cursor)
-        return at, at == at
+        tl.store(cursor, value)
     else:
-        old = tl.atomic_add(cursor, 1 << 16)
-        low = old & 0xFFFF
-        at = tl.where(low == 0xFFFF, -1, low)
-        return at, (((old - at) >> 16) & 0xFFFF) == PROGRAMS - 1
+        old = tl.atomic_add(cursor, 1 << 16, sem="relaxed")
+        if (((old - cursor_of(old)) >> 16) & 0xFFFF) == PROGRAMS - 1:
+            tl.store(cursor, value)
 
 
 @triton.jit
 def _added(
     S,
     records,
+    factor,
     now,
     p_k,
     p_u,
     p_g,
     channel,
-    column,
+    once,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -57,18 +64,17 @@ def _added(
 ):
     """A state that decays up to now, with what `records` records of a slot's ring have added and what is left of it.
 
-    `now`: the logarithm of the decay after the last record, a number or pieces. The last record first: what decays is
-    then a record and not the state, by one exponential of a sum.
+    `now`: the logarithm of the decay after the last record, a number or pieces. factor: the state's own decay by head,
+    None if it has decayed already. The last record first: what decays is then a record and not the state, by one
+    exponential of a sum.
     """
     if DECAY == 1:
-        total = now
-        for i in range(records):
-            total += tl.load(p_g + i * HV)
-        S = scaled(S, exp(total), False, PIECES)
+        if factor is not None:
+            S = scaled(S, factor, False, PIECES)
         later = now
         n = tl.maximum(records - 1, 0)
         n_k = keys(p_k + n * (H * K), 1.0, 1.0, channel, K, PIECES, STEP, MASKED)
-        n_u = tl.load(p_u + n * (HV * V) + column, mask=column < V, other=0.0)
+        n_u = tl.load(p_u + n * (HV * V) + once, mask=once < V, other=0.0)
         n_g = tl.load(p_g + n * HV)
         for i in range(records):
             b_k = n_k
@@ -77,7 +83,7 @@ def _added(
             # The next one is on its way while this one is added; after the last it is loaded again.
             n = tl.maximum(records - 2 - i, 0)
             n_k = keys(p_k + n * (H * K), 1.0, 1.0, channel, K, PIECES, STEP, MASKED)
-            n_u = tl.load(p_u + n * (HV * V) + column, mask=column < V, other=0.0)
+            n_u = tl.load(p_u + n * (HV * V) + once, mask=once < V, other=0.0)
             n_g = tl.load(p_g + n * HV)
             S = updated(S, b_k, u, PIECES)
     else:
@@ -86,7 +92,7 @@ def _added(
             if DECAY == 2:
                 g = keys(p_g + i * (HV * K), 1.0, 1.0, channel, K, PIECES, STEP, MASKED)
                 S = scaled(S, exps(g, PIECES), True, PIECES)
-            u = tl.load(p_u + i * (HV * V) + column, mask=column < V, other=0.0)
+            u = tl.load(p_u + i * (HV * V) + once, mask=once < V, other=0.0)
             S = updated(S, b_k, u, PIECES)
         if DECAY == 2:
             S = scaled(S, exps(now, PIECES), True, PIECES)
@@ -103,7 +109,7 @@ def _recurred(
     p_v,
     p_beta,
     channel,
-    column,
+    once,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -117,7 +123,7 @@ def _recurred(
 ):
     """As `_added`, by the recurrence from the raw v and beta."""
     n_k = keys(p_k, 1.0, 1.0, channel, K, PIECES, STEP, MASKED)
-    n_v = tl.load(p_v + column, mask=column < V, other=0.0)
+    n_v = tl.load(p_v + once, mask=once < V, other=0.0)
     n_g = 0.0
     if DECAY == 1:
         n_g = tl.load(p_g)
@@ -136,13 +142,13 @@ def _recurred(
         # The next one is on its way while this one is added; after the last it is loaded again.
         n = tl.minimum(i + 1, records - 1)
         n_k = keys(p_k + n * (H * K), 1.0, 1.0, channel, K, PIECES, STEP, MASKED)
-        n_v = tl.load(p_v + n * (HV * V) + column, mask=column < V, other=0.0)
+        n_v = tl.load(p_v + n * (HV * V) + once, mask=once < V, other=0.0)
         if DECAY == 1:
             n_g = tl.load(p_g + n * HV)
         if p_beta is not None:
             n_beta = tl.load(p_beta + n * HV)
         if DELTA:
-            u = u - dot(S, b_k, PIECES, FLIP)
+            u = u - dot(S, b_k, PIECES, FLIP)[None, :, None, :]
         if p_beta is not None:
             u = strength * u
         S = updated(S, b_k, u, PIECES)
@@ -157,6 +163,7 @@ def _recurred(
 def _walked(
     S,
     records,
+    factor,
     now,
     p_k,
     p_u,
@@ -164,7 +171,7 @@ def _walked(
     p_v,
     p_beta,
     channel,
-    column,
+    once,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -179,12 +186,12 @@ def _walked(
 ):
     if TWO:
         return _recurred(
-            S, records, now, p_k, p_g, p_v, p_beta, channel, column, H, HV, K, V, PIECES, STEP, FLIP, MASKED, DELTA,
+            S, records, now, p_k, p_g, p_v, p_beta, channel, once, H, HV, K, V, PIECES, STEP, FLIP, MASKED, DELTA,
             DECAY,
         )  # fmt: skip
     else:
         return _added(
-            S, records, now, p_k, p_u, p_g, channel, column, H, HV, K, V, PIECES, STEP, MASKED, DECAY
+            S, records, factor, now, p_k, p_u, p_g, channel, once, H, HV, K, V, PIECES, STEP, MASKED, DECAY
         )  # fmt: skip
 
 
@@ -207,9 +214,10 @@ def start(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     FAST: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """A stored state, fp32; zeros where `inside` is not."""
-    raw = load_codes(codes, channel, column, inside, K, V, VECTOR, PIECES, STEP, FORMAT)
+    raw = load_codes(codes, channel, column, inside, K, V, VECTOR, PIECES, STEP, FORMAT, TURNED)
     steps = load_steps(
         scales, blocks, channel, column, first, inside, K, V, WIDTH, PIECES, STEP, FORMAT, BLOCK_K, BLOCK_V, VECTOR
     )
@@ -242,6 +250,7 @@ def store(
     BLOCK_V: tl.constexpr,
     FAST: tl.constexpr,
     TWO: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """Writes a state as a window's end does: rounded; in two_precision as the anchor, and rounded as its read copy."""
     if TWO:
@@ -250,23 +259,26 @@ def store(
         write_back(
             codes, None, None, S, channel, column, first, K, V, WIDTH, LANES, PIECES, STEP, VECTOR,
             FLIP, ANCHOR, 1, 1,
-            False,
+            False, TURNED,
         )  # fmt: skip
         write_back(
             read_codes, read_scales, read_blocks, S, channel, column, first, K, V, WIDTH, LANES, PIECES, STEP, VECTOR,
-            FLIP, FORMAT, BLOCK_K, BLOCK_V, FAST,
+            FLIP, FORMAT, BLOCK_K, BLOCK_V, FAST, TURNED,
         )  # fmt: skip
     else:
         write_back(
             codes, scales, blocks, S, channel, column, first, K, V, WIDTH, LANES, PIECES, STEP, VECTOR, FLIP, FORMAT,
-            BLOCK_K, BLOCK_V, FAST,
+            BLOCK_K, BLOCK_V, FAST, TURNED,
         )  # fmt: skip
 
 
 @triton.jit
 def end(
-    u,
+    raw,
+    steps,
     x,
+    on_state,
+    dot_kq,
     p_q,
     p_k,
     by_q,
@@ -292,6 +304,7 @@ def end(
     bound,
     channel,
     column,
+    once,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -313,49 +326,79 @@ def end(
     BLOCK_V: tl.constexpr,
     AFTER: tl.constexpr,
     FAST: tl.constexpr,
+    WORDS: tl.constexpr,
     TWO: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
-    """The window's end, for one head: its records and this token into the state; or zeros under the first record of a
-    state that nobody has stored. Returns the output of a readout after the write, else 0.
+    """The window's end, for one tile: its records and this token into the state; or zeros under the first record of a
+    state that nobody has stored. Returns the token's output: in two_precision of a readout after the write, else 0, for
+    the others come from the read copy.
 
-    It happens seldom, so all is fetched anew and nothing of it occupies registers before.
+    Args:
+        raw, steps: the state's, but in two_precision, whose anchor is fetched here. on_state: what is left of it, of a
+            decay by head.
     """
     MASKED: tl.constexpr = LANES * PIECES * STEP != K
+    PLAIN: tl.constexpr = FORMAT == "" or FORMAT == "bf16" or FORMAT == "fp16"  # no steps
+    # Keys and queries anew: nothing that happens seldom occupies registers before.
     b_k = keys(p_k, by_k, 1.0, channel, K, PIECES, STEP, MASKED)
     if TWO:
         S = start(
-            p_codes, None, None, channel, column, 0, known, K, V, WIDTH, VECTOR, PIECES, STEP, ANCHOR, 1, 1, False
+            p_codes,
+            None,
+            None,
+            channel,
+            column,
+            0,
+            known,
+            K,
+            V,
+            WIDTH,
+            VECTOR,
+            PIECES,
+            STEP,
+            ANCHOR,
+            1,
+            1,
+            False,
+            TURNED,
         )
     else:
-        S = start(
-            p_codes, p_scales, p_blocks, channel, column, i_block * WIDTH, known, K, V, WIDTH, VECTOR, PIECES, STEP,
-            FORMAT, BLOCK_K, BLOCK_V, FAST,
-        )  # fmt: skip
+        own_steps = steps
+        if DECAY == 1 and len(steps) == 1 and PLAIN == 0:
+            own_steps = (steps[0] * on_state,)
+        if WORDS:
+            S = decoded_words(raw, own_steps, known, PIECES, FORMAT)
+        else:
+            S = decoded(raw, own_steps, known, channel, PIECES, FORMAT, FAST)
     now = 0.0
     if DECAY == 1:
         now = decay_of(x[1], a_log, bias, bound, head, GATE)
     if DECAY == 2:
         now = log_decays_of(x[1], a_log, bias, bound, head, channel, K, PIECES, STEP, GATE)
     S = _walked(
-        S, tl.where(stays, 0, c), now, ring_k, ring_u, ring_g, ring_v, ring_beta, channel, column, H, HV, K, V, PIECES,
-        STEP, FLIP, MASKED, DELTA, DECAY, TWO,
+        S, tl.where(stays, 0, c), None if len(steps) == 1 and PLAIN == 0 else on_state, now, ring_k, ring_u, ring_g,
+        ring_v, ring_beta, channel, once, H, HV, K, V, PIECES, STEP, FLIP, MASKED, DELTA, DECAY, TWO,
     )  # fmt: skip
-    if TWO:
-        u = x[0].to(tl.float32)
-        if DELTA:
-            u = u - dot(S, b_k, PIECES, FLIP)
-        if BETA:
-            u = strength_of(x[2], SIGMOID) * u
+    u = x[0].to(tl.float32)
+    if DELTA:
+        u = u - dot(S, b_k, PIECES, FLIP)[None, :, None, :]
+    if BETA:
+        u = strength_of(x[2], SIGMOID) * u
+    out = tl.zeros_like(u)
+    if not TWO and not AFTER:
+        b_q = keys(p_q, by_q, 1.0, channel, K, PIECES, STEP, MASKED)
+        out = tl.fma(u, dot_kq, dot(S, b_q, PIECES, FLIP)[None, :, None, :])
     S = updated(S, b_k, tl.where(stays, 0.0, u), PIECES)
     store(
         p_codes, p_scales, p_blocks, p_read, p_read_scales, p_read_blocks, S, channel, column, i_block * WIDTH, K, V,
-        WIDTH, LANES, PIECES, STEP, VECTOR, FLIP, ANCHOR, FORMAT, BLOCK_K, BLOCK_V, FAST, TWO,
+        WIDTH, LANES, PIECES, STEP, VECTOR, FLIP, ANCHOR, FORMAT, BLOCK_K, BLOCK_V, FAST, TWO, TURNED,
     )  # fmt: skip
     if AFTER:
         S, _, _ = quantize(S, FORMAT, BLOCK_K, BLOCK_V, PIECES, STEP, FLIP)
-        return dot(S, keys(p_q, by_q, 1.0, channel, K, PIECES, STEP, MASKED), PIECES, FLIP)
-    else:
-        return 0.0
+        b_q = keys(p_q, by_q, 1.0, channel, K, PIECES, STEP, MASKED)
+        out = tl.broadcast_to(dot(S, b_q, PIECES, FLIP)[None, :, None, :], u.shape)
+    return out
 
 
 @triton.jit(do_not_specialize=["sequences", "slots", "padding"])
@@ -398,6 +441,7 @@ def flush(
     HEAD_CODES: tl.constexpr,
     HEAD_SCALES: tl.constexpr,
     HEAD_BLOCKS: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """Pending records of slots into their states, as `step` takes them all. Grid: (column blocks * HV * N,)."""
     i = tl.program_id(0)
@@ -408,13 +452,13 @@ def flush(
     slot, live, _ = slot_of(i_seq, indices, padding, slots)
     if live == 0:
         return
-    at, last = ticket(cursor + slot, BLOCKS * HV)
-    if last:
-        tl.store(cursor + slot, tl.minimum(at, 0))
+    at = cursor_of(tl.load(cursor + slot))
+    leave(cursor + slot, tl.minimum(at, 0), BLOCKS * HV)
     if at <= 0:
         return
     channel = key_channels(LANES, PIECES * STEP, STEP, FLIP)
     column = columns(i_block * WIDTH, WARPS, COLUMNS)
+    once = tl.max_contiguous(column[None, :, None, :] + lanes(LANES, FLIP) * 0, (1, 1, 1, VECTOR))
     row = slot * HV + head
     at_head = slot * (WINDOW - 1) * HV + head
     p_codes = codes + row * (K * V if TWO else HEAD_CODES)
@@ -430,7 +474,8 @@ def flush(
         if HEAD_BLOCKS:
             p_read_blocks = read_blocks + row * HEAD_BLOCKS
         S = start(
-            p_codes, None, None, channel, column, 0, live, K, V, WIDTH, VECTOR, PIECES, STEP, ANCHOR, 1, 1, False
+            p_codes, None, None, channel, column, 0, live, K, V, WIDTH, VECTOR, PIECES, STEP, ANCHOR, 1, 1, False,
+            TURNED,
         )  # fmt: skip
     else:
         if HEAD_SCALES:
@@ -440,20 +485,26 @@ def flush(
         S = start(
             p_codes, p_scales, p_blocks, channel, column, i_block * WIDTH, live, K, V, WIDTH, VECTOR, PIECES, STEP,
             FORMAT,
-            BLOCK_K, BLOCK_V, FAST,
+            BLOCK_K, BLOCK_V, FAST, TURNED,
         )  # fmt: skip
     now = 0.0
     if DECAY == 2:
         now = ()
         for _piece in tl.static_range(PIECES):
             now = now + (tl.zeros(channel.shape, tl.float32),)
+    factor = 0.0
+    if DECAY == 1 and not TWO:
+        total = 0.0
+        for i in range(at):
+            total += tl.load(ring_g + at_head + i * HV)
+        factor = exp(total)
     S = _walked(
-        S, at, now, ring_k + slot * (WINDOW - 1) * (H * K) + head // (HV // H) * K, ring_u + at_head * V,
+        S, at, factor, now, ring_k + slot * (WINDOW - 1) * (H * K) + head // (HV // H) * K, ring_u + at_head * V,
         ring_g + at_head * (K if DECAY == 2 else 1) if DECAY else None, ring_v + at_head * V if TWO else None,
-        ring_beta + at_head if ring_beta is not None else None, channel, column, H, HV, K, V, PIECES, STEP, FLIP,
+        ring_beta + at_head if ring_beta is not None else None, channel, once, H, HV, K, V, PIECES, STEP, FLIP,
         MASKED, DELTA, DECAY, TWO,
     )  # fmt: skip
     store(
         p_codes, p_scales, p_blocks, p_read, p_read_scales, p_read_blocks, S, channel, column, i_block * WIDTH, K, V,
-        WIDTH, LANES, PIECES, STEP, VECTOR, FLIP, ANCHOR, FORMAT, BLOCK_K, BLOCK_V, FAST, TWO,
+        WIDTH, LANES, PIECES, STEP, VECTOR, FLIP, ANCHOR, FORMAT, BLOCK_K, BLOCK_V, FAST, TWO, TURNED,
     )  # fmt: skip

@@ -1,14 +1,13 @@
 """How the in-place kernels spread a step over programs: from sizes, format and number of sequences, by a table.
 
 No autotuner: it would guess anew on every machine, and a graph being recorded cannot wait for it. What sums run over
-follows from K, V and the format alone, as in `common/layout.py`; how many heads a program takes and how many columns a
+follows from K, V and the format alone, as in `common/layout.py`; how many tiles a program takes and how many columns a
 thread holds changes no sum, so a sequence has the same bits in any batch and under every row of the table.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import triton
 
@@ -20,12 +19,13 @@ from lattn_compile.kernels.decode_call import layout_of
 __all__ = [
     "CHOSEN",
     "LAUNCHES",
+    "PROGRAMS",
     "Launch",
-    "heads_a_program",
     "launch_of",
     "ring_layout",
     "stored_layout",
     "tile_constants",
+    "tiles_a_program",
 ]
 
 
@@ -34,45 +34,49 @@ class Launch:
     """A way to launch.
 
     Attributes:
-        vector: columns that a thread holds next to each other, 4 or, where a code has one or two bytes, 8. With more,
-            memory moves longer parts of a row at a time; with fewer there are more threads for the same state.
-        heads: value heads of a program, at most: they share a key, and the codes of all of them are on their way before
-            the first is computed.
+        vector: columns that a thread holds next to each other, 4 or, where a code has one or two bytes, 8. With
+            more, memory moves longer parts of a row at a time; with fewer there are more threads for the same state.
+        tiles: how many tiles a program of one-token steps takes one after the other, at most. A tile is the columns of
+            a head that a program holds; the next one's codes are on their way while it computes one.
+        columns: how many columns of a head a program holds, at least.
     """
 
     vector: int
-    heads: int
+    tiles: int = 1
+    columns: int = 1
 
 
 LAUNCHES = {
-    "narrow": Launch(4, 1),
-    "narrow 2": Launch(4, 2),
-    "wide": Launch(8, 1),
-    "wide 2": Launch(8, 2),
+    "narrow": Launch(4),
+    "broad": Launch(4, columns=64),
+    "wide": Launch(8, columns=64),
+    "wide 2": Launch(8, 2, 64),
+    "wide 4": Launch(8, 4, 64),
+    "wide 8": Launch(8, 8, 64),
 }
 CHOSEN: dict[str, tuple[str, str, str]] = {
     "int8": ("narrow", "wide", "wide 2"),
     "fp8_e4m3": ("narrow", "wide", "wide 2"),
     "bf16": ("narrow", "wide", "wide"),
-    "": ("narrow", "narrow", "narrow"),
-    "channel": ("narrow", "narrow", "narrow"),
-    "window": ("narrow", "narrow", "narrow"),
+    "": ("narrow", "broad", "broad"),
+    "window": ("narrow", "wide", "wide 4"),
 }
-"""Rows of a format's steps: for few, some and many states. "": all other formats; "channel": of any format, where
-states decay by channel; "window": with records. Of what was right on an H200, the fastest there
-(`benchmarks/results/decode_nvidia_h200.md`). With records "narrow 2" was 4 to 6 % faster at B = 256, with a flush that
-was rewritten since; no check has run the new one with two heads, so it is not chosen."""
+"""Rows of a format's steps: for few, some and many states. "": all other formats; "window": with records. Of what was
+right on an H200, the fastest there (`benchmarks/results/decode_nvidia_h200.md`)."""
 
 _FEW, _MANY = 128, 1056
 """Up to how many states are few, and from how many on they are many: more than a large GPU works on at a time."""
 
+PROGRAMS = 528
+"""How many programs run at a time on a large GPU: 4 on each of 132 multiprocessors, by their registers."""
+
 _RING_COLUMNS = 64
 
 
-def launch_of(quantize: Quantizer | None, states: int, *, by_channel: bool = False, window: bool = False) -> Launch:
+def launch_of(quantize: Quantizer | None, states: int, *, window: bool = False) -> Launch:
     """How a step of so many states, a head and sequence each, is launched."""
     name = "" if quantize is None else quantize.fmt.name
-    form = "window" if window else "channel" if by_channel else name
+    form = "window" if window else name
     rows = CHOSEN.get(form, CHOSEN[""])
     return LAUNCHES[rows[0 if states <= _FEW else 1 if states < _MANY else 2]]
 
@@ -85,7 +89,8 @@ def stored_layout(key_dim: int, value_dim: int, quantize: Quantizer | None, laun
     vector = min(launch.vector, 16 // size)
     columns = lay.columns * vector // 4
     # A program holds whole tiles, and more threads than a vector of channels has elements (`pieces.py`).
-    warps = max(triton.next_power_of_2(lay.lanes * lay.step // 32 + 1), -(-_tile_width(lay, quantize) // columns))
+    least = max(_tile_width(lay, quantize), min(launch.columns, triton.next_power_of_2(value_dim)))
+    warps = max(triton.next_power_of_2(lay.lanes * lay.step // 32 + 1), -(-least // columns))
     fits = warps <= MAX_WARPS and columns <= triton.next_power_of_2(value_dim)
     if lay.vector != 4 or value_dim % vector or not fits:
         return lay
@@ -112,6 +117,26 @@ def tile_constants(lay: Layout, quantize: Quantizer | None) -> tuple[int, int]:
     return block_k, block_v
 
 
-def heads_a_program(launch: Launch, ratio: int) -> int:
-    """Value heads that one program computes, of one key head."""
-    return math.gcd(ratio, launch.heads)
+def tiles_a_program(
+    launch: Launch, lay: Layout, key_heads: int, value_heads: int, sequences: int, *, keys: bool = True
+) -> tuple[int, int]:
+    """Key heads, and tiles of each, that a program of a one-token step takes; several key heads with all their tiles.
+
+    As many as the row has, and as leave programs for a whole GPU.
+
+    Args:
+        keys: whether it may be several key heads.
+    """
+    of_key = value_heads // key_heads * lay.blocks
+    found = (1, 1)
+    for own in _divisors(key_heads) if keys else [1]:
+        for tiles in _divisors(of_key) if own == 1 else [of_key]:
+            of_heads = tiles % lay.blocks == 0 or lay.blocks % tiles == 0
+            programs = sequences * key_heads * of_key // (own * tiles)
+            if of_heads and own * tiles <= launch.tiles and programs >= PROGRAMS // 2:
+                found = (own, tiles)
+    return found
+
+
+def _divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]

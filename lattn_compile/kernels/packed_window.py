@@ -16,11 +16,10 @@ import triton.language as tl
 from lattn_compile.kernels.common.inputs import exp
 from lattn_compile.kernels.common.packed_gates import decay_of, exps, gates_of, log_decays_of, strength_of
 from lattn_compile.kernels.common.packed_rows import channels
-from lattn_compile.kernels.common.packed_tiles import decoded, load_steps
-from lattn_compile.kernels.common.pieces import partial_dot
-from lattn_compile.kernels.packed_write import keys
+from lattn_compile.kernels.common.packed_tiles import decoded, decoded_words
+from lattn_compile.kernels.common.pieces import lanes, partial_dot
 
-__all__ = ["pair_of", "products", "read"]
+__all__ = ["against", "pair_of", "products", "read"]
 
 
 @triton.jit
@@ -41,20 +40,16 @@ def _over_lanes(x, FLIP: tl.constexpr):
 
 
 @triton.jit
-def pair_of(
-    p_q,
-    p_k,
-    scale,
-    channel,
-    K: tl.constexpr,
-    PIECES: tl.constexpr,
-    STEP: tl.constexpr,
-    MASKED: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """One token's key and query in pieces, their product, and the factors that were on them: k's and q's."""
-    raw_k = keys(p_k, 1.0, 1.0, channel, K, PIECES, STEP, MASKED)
-    raw_q = keys(p_q, 1.0, 1.0, channel, K, PIECES, STEP, MASKED)
+def pair_of(x_q, x_k, scale, PIECES: tl.constexpr, NORM: tl.constexpr):
+    """One token's key and query in pieces, their product, and the factors that were on them: k's and q's.
+
+    x_q, x_k: as they lie in memory, in pieces.
+    """
+    raw_k = ()
+    raw_q = ()
+    for i in tl.static_range(PIECES):
+        raw_k = raw_k + (x_k[i].to(tl.float32),)
+        raw_q = raw_q + (x_q[i].to(tl.float32),)
     by_k = 1.0
     by_q = scale
     if NORM:
@@ -150,97 +145,69 @@ def _products_by_channel(
 
 
 @triton.jit
-def _decays(p_g, now, c, HV: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr):
-    """Decays by head up to now: `[LANES]` of each group of places.
+def _decays(own, now, GROUPS: tl.constexpr):
+    """Decays by head up to now, `[LANES]` of each group of places, from the places' own logarithms.
 
-    Sums of their own logarithms, then one exponential.
+    Sums of the logarithms, then one exponential.
     """
-    place = tl.arange(0, LANES)
     later = now
     since = ()
     for back in tl.static_range(GROUPS):
-        at = place + (GROUPS - 1 - back) * LANES
-        own = tl.load(p_g + at * HV, mask=at < c, other=0.0)
-        since = (exp(tl.cumsum(own, 0, reverse=True) + later),) + since
+        x = own[GROUPS - 1 - back]
+        since = (exp(tl.cumsum(x, 0, reverse=True) + later),) + since
         if back + 1 < GROUPS:
-            later += tl.sum(own, 0)
+            later += tl.sum(x, 0)
     return since
 
 
 @triton.jit
-def read(
-    raw,
+def against(
     x,
+    own_g,
     with_k,
     with_q,
     by_k,
     by_q,
     b_k,
     b_q,
-    dot_kq,
     p_q,
     p_k,
     p_now,
-    p_scales,
-    p_blocks,
     ring_k,
-    ring_u,
     ring_g,
-    ring_v,
-    ring_beta,
     c,
-    known,
     stays,
-    first_block,
     head,
-    i_block,
     a_log,
     bias,
     bound,
     channel,
-    column,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
     BK: tl.constexpr,
-    WIDTH: tl.constexpr,
     LANES: tl.constexpr,
     PIECES: tl.constexpr,
     STEP: tl.constexpr,
-    VECTOR: tl.constexpr,
     FLIP: tl.constexpr,
-    ROWS: tl.constexpr,
-    DELTA: tl.constexpr,
+    GROUPS: tl.constexpr,
     DECAY: tl.constexpr,
-    BETA: tl.constexpr,
     GATE: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    FORMAT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    FAST: tl.constexpr,
-    TWO: tl.constexpr,
 ):
-    """One head's token against codes and records: (what is added, output); the record is kept while the window lasts.
+    """What a head's key and query meet: (decay of the state by head, key and query in pieces with a decay by channel,
+    weights of the records for key and query, a group of them over the lanes). Keeps the token's own decay, if it stays.
 
     Args:
-        raw: codes. x: v, g and beta as they are in memory. The ring's pointers: at the head's first record.
+        own_g, ring_g: of the head's records; the latter is None if another program keeps the decay.
     """
-    GROUPS: tl.constexpr = (ROWS + LANES - 1) // LANES
-    WHOLE: tl.constexpr = BLOCK_K >= K and FORMAT != "nvfp4"  # codes of a column have one scale
-    b_v = x[0].to(tl.float32)
-    strength = 1.0
-    if BETA:
-        strength = strength_of(x[2], SIGMOID)
-    own_k = b_k
-    own_q = b_q
     on_state = 1.0
+    own_k = ()
+    own_q = ()
     if DECAY == 1:
         now = decay_of(x[1], a_log, bias, bound, head, GATE)
-        since = _decays(ring_g, now, c, HV, LANES, GROUPS)
+        since = _decays(own_g, now, GROUPS)
         on_state = tl.sum(tl.where(tl.arange(0, LANES) == 0, since[0], 0.0), 0)
-        if stays & first_block:
+        if stays:
             tl.store(ring_g + c * HV, now)
     if DECAY == 2:
         now = log_decays_of(x[1], a_log, bias, bound, head, channel, K, PIECES, STEP, GATE)
@@ -257,58 +224,108 @@ def read(
         with_k, with_q = _products_by_channel(
             p_q, p_k, ring_k, ring_g, p_now, c, a_log, bias, bound, head, H, HV, K, BK, LANES, GROUPS, GATE
         )
-        if stays & first_block:
+        if stays:
             for n in tl.static_range(PIECES):
                 at_now = channel + n * STEP
                 tl.store(ring_g + c * (HV * K) + at_now, now[n], mask=at_now < K)
-
-    # What each lane group has of the sums over channels, and one record of each group of records: one sum for both.
-    if WHOLE:
-        factor = on_state
-        if FORMAT == "int8" or FORMAT == "fp8_e4m3":
-            if BLOCK_V >= WIDTH:
-                factor = tl.where(known, on_state * tl.load(p_scales + i_block * WIDTH // BLOCK_V), 0.0)
-            else:
-                by_column = tl.load(p_scales + column // BLOCK_V, mask=(column < V) & known, other=0.0) * on_state
-                factor = by_column[:, None, :] if FLIP else by_column[None, :, :]
-        S = decoded(raw, (), known, channel, PIECES, FORMAT, FAST)
-    else:
-        factor = on_state
-        steps = load_steps(
-            p_scales, p_blocks, channel, column, i_block * WIDTH, known, K, V, WIDTH, PIECES, STEP, FORMAT, BLOCK_K,
-            BLOCK_V, VECTOR,
-        )  # fmt: skip
-        S = decoded(raw, steps, known, channel, PIECES, FORMAT, FAST)
-    old = partial_dot(S, own_k, PIECES, FLIP)
-    read = partial_dot(S, own_q, PIECES, FLIP)
-    old = old * factor
-    read = read * factor
-    at_lane = _over_lanes(tl.arange(0, LANES), FLIP)
-    at_column = column[:, None, :] if FLIP else column[None, :, :]
+    weights_k = ()
+    weights_q = ()
     for n in tl.static_range(GROUPS):
-        at = at_lane + (n * LANES - 1)
-        place = tl.max_contiguous(at * (HV * V) + at_column, (1, 1, VECTOR))
-        t_u = tl.load(ring_u + place, mask=(at >= 0) & (at < c) & (at_column < V), other=0.0)
         weight_k = with_k[n] * by_k
         weight_q = with_q[n] * by_q
         if DECAY == 1:
             weight_k = weight_k * since[n]
             weight_q = weight_q * since[n]
-        old = tl.fma(tl.broadcast_to(_over_lanes(weight_k, FLIP), old.shape), t_u, old)
-        read = tl.fma(tl.broadcast_to(_over_lanes(weight_q, FLIP), read.shape), t_u, read)
+        weights_k = weights_k + (_over_lanes(weight_k, FLIP),)
+        weights_q = weights_q + (_over_lanes(weight_q, FLIP),)
+    return on_state, own_k, own_q, weights_k, weights_q
+
+
+@triton.jit
+def read(
+    raw,
+    steps,
+    x,
+    us,
+    on_state,
+    own_k,
+    own_q,
+    weights_k,
+    weights_q,
+    dot_kq,
+    ring_u,
+    ring_v,
+    ring_beta,
+    c,
+    known,
+    stays,
+    channel,
+    once,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    LANES: tl.constexpr,
+    PIECES: tl.constexpr,
+    FLIP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DELTA: tl.constexpr,
+    BETA: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    FORMAT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    FAST: tl.constexpr,
+    WORDS: tl.constexpr,
+    TWO: tl.constexpr,
+):
+    """One tile's token against codes and records: its output; the record is kept while the window lasts.
+
+    Args:
+        raw: codes, of `load_words` under WORDS. steps: of `load_steps`. x: v, g and beta as they are in memory. us: of
+            `records_of`. on_state .. weights_q: of `against`. ring_u, ring_v, ring_beta: at the head's first record;
+            the last is None if another program keeps it. once: the places of v and o, `[LANES, WARPS, 1, COLUMNS]`.
+        WHOLE: codes of a column have one step.
+    """
+    b_v = x[0].to(tl.float32)
+    strength = 1.0
+    if BETA:
+        strength = strength_of(x[2], SIGMOID)
+    factor = on_state
+    if WHOLE:
+        if WORDS:
+            S = decoded_words(raw, (), known, PIECES, FORMAT)
+        else:
+            S = decoded(raw, (), known, channel, PIECES, FORMAT, FAST)
+        if FORMAT == "int8" or FORMAT == "fp8_e4m3":
+            factor = tl.where(known, steps[0] * on_state, 0.0)
+            if len(factor.shape) == 4:
+                factor = tl.sum(factor, 0 if FLIP else 2)  # of one
+    else:
+        if WORDS:
+            S = decoded_words(raw, steps, known, PIECES, FORMAT)
+        else:
+            S = decoded(raw, steps, known, channel, PIECES, FORMAT, FAST)
+    # What each lane group has of the sums over channels, and one record of each group of records: one sum for both.
+    old = partial_dot(S, own_k, PIECES, FLIP)
+    read = partial_dot(S, own_q, PIECES, FLIP)
+    old = old * factor
+    read = read * factor
+    for n in tl.static_range(GROUPS):
+        t_u = tl.sum(us[n], 0 if FLIP else 2)  # of one
+        old = tl.fma(tl.broadcast_to(weights_k[n], old.shape), t_u, old)
+        read = tl.fma(tl.broadcast_to(weights_q[n], read.shape), t_u, read)
     LANE_AXIS: tl.constexpr = 1 if FLIP else 0
     u = b_v
     if DELTA:
-        u = b_v - tl.sum(old, LANE_AXIS)
+        u = b_v - tl.sum(old, LANE_AXIS)[None, :, None, :]
     if BETA:
         u = strength * u
-    read = tl.fma(u, dot_kq, tl.sum(read, LANE_AXIS))
+    read = tl.fma(u, dot_kq, tl.sum(read, LANE_AXIS)[None, :, None, :])
     if stays:
-        at_own = c * (HV * V) + column
-        tl.store(ring_u + at_own, u, mask=column < V)
+        # One lane group writes what all of them hold.
+        mine = (lanes(LANES, FLIP) == 0) & (once < V)
+        at_own = c * (HV * V) + once
+        tl.store(ring_u + at_own, u, mask=mine)
         if TWO:
-            tl.store(ring_v + at_own, b_v, mask=column < V)
-            if BETA:  # noqa: SIM102 - known when it compiles
-                if first_block:
-                    tl.store(ring_beta + c * HV, strength)
-    return u, read
+            tl.store(ring_v + at_own, b_v, mask=mine)
+            if BETA:
+                tl.store(ring_beta + c * HV, strength)
+    return read

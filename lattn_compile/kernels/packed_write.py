@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lattn_compile.kernels.common.codec import round_codes
 from lattn_compile.kernels.common.packed_rows import channels
 from lattn_compile.kernels.common.packed_tiles import store_plain
 from lattn_compile.kernels.common.pieces import over_channels
@@ -31,28 +30,35 @@ def keys(p, norm, scale, channel, K: tl.constexpr, PIECES: tl.constexpr, STEP: t
 
 @triton.jit
 def updated(S, k, u, PIECES: tl.constexpr):
-    """`S + k u^T`."""
+    """`S + k u^T`, u `[LANES, WARPS, 1, COLUMNS]`."""
     out = ()
     for i in tl.static_range(PIECES):
-        out = out + (tl.fma(over_channels(k[i]), u[None, :, None, :], S[i]),)
+        out = out + (tl.fma(over_channels(k[i]), u, S[i]),)
     return out
 
 
 @triton.jit
-def _int8_bytes(shifted, keep):
-    """Bytes of what `round_codes` of int8 returned second, four at a time."""
+def _int8_bytes(y, keep):
+    """Bytes of the integers next to scaled values, ties to even, four at a time.
+
+    Adding 1.5 * 2^23 rounds, and leaves the integer's two's complement in the lowest byte. Two permutations bring two
+    of these each beside zeros, which are the signs of highest bytes, so that `or` joins them and `and` drops them.
+    """
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 low, high;
-        prmt.b32 low, $1, $2, 0x0040;
-        prmt.b32 high, $3, $4, 0x0040;
-        prmt.b32 low, low, high, 0x5410;
-        lop3.b32 $0, low, 0x80808080, $5, 0x28;
+        .reg .b32 a, b, c, d;
+        add.rn.f32 a, $1, 0f4B400000;
+        add.rn.f32 b, $2, 0f4B400000;
+        add.rn.f32 c, $3, 0f4B400000;
+        add.rn.f32 d, $4, 0f4B400000;
+        prmt.b32 a, a, b, 0xBB40;
+        prmt.b32 c, c, d, 0x40BB;
+        lop3.b32 $0, a, c, $5, 0xA8;
         }
         """,
         "=r,r,r,r,r,r,r,r,r",
-        [shifted.to(tl.int32, bitcast=True), keep],
+        [y.to(tl.int32, bitcast=True), keep],
         dtype=tl.uint8,
         is_pure=True,
         pack=4,
@@ -99,15 +105,22 @@ def store_bytes(
     FORMAT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """Rounds one head's state to int8 or fp8 and stores it, where FAST holds."""
     EACH: tl.constexpr = BLOCK_V % 4 != 0  # four values are not of one tile
     steps, inverses, zeros = tile_scales(S, FORMAT, BLOCK_K, BLOCK_V, PIECES, STEP, FLIP)
     COUNT: tl.constexpr = PIECES // len(steps)
+    LANES: tl.constexpr = S[0].shape[2] if FLIP else S[0].shape[0]
+    FULL: tl.constexpr = LANES * PIECES * STEP == K and V % WIDTH == 0
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     k = channel[:, None, :, None]
     v = column[None, :, None, :]
-    place = p + tl.max_contiguous(k * V + v, (1, 1, 1, VECTOR))
+    if TURNED:
+        place = p + (v * K + k)
+    else:
+        place = p + tl.max_contiguous(k * V + v, (1, 1, 1, VECTOR))
+    APART: tl.constexpr = STEP if TURNED else STEP * V
     for tile in tl.static_range(len(steps)):
         if BLOCK_K >= K and BLOCK_V >= WIDTH:
             tl.store(p_scales + first // BLOCK_V, steps[tile])
@@ -125,11 +138,13 @@ def store_bytes(
             if EACH:
                 y = tl.where(finite, y, 0.0)
             if FORMAT == "int8":
-                _, shifted = round_codes(y, FORMAT)
-                bytes4 = _int8_bytes(shifted, bits)
+                bytes4 = _int8_bytes(y, bits)
             else:
                 bytes4 = _fp8_bytes(y, bits)
-            tl.store(place + i * STEP * V, bytes4, mask=(k + i * STEP < K) & (v < V))
+            if FULL:
+                tl.store(place + i * APART, bytes4)
+            else:
+                tl.store(place + i * APART, bytes4, mask=(k + i * STEP < K) & (v < V))
 
 
 @triton.jit
@@ -153,17 +168,30 @@ def write_back(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     FAST: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """Rounds one head's state and stores its codes and scales. `first`: the program's first column, of WIDTH."""
     if FORMAT == "" or FORMAT == "bf16" or FORMAT == "fp16":
-        store_plain(p_codes, S, channel, column, K, V, VECTOR, PIECES, STEP)
+        store_plain(
+            p_codes,
+            S,
+            channel,
+            column,
+            K,
+            V,
+            VECTOR,
+            PIECES,
+            STEP,
+            LANES * PIECES * STEP == K and V % WIDTH == 0,
+            TURNED,
+        )
     elif FAST:
         store_bytes(
             p_codes, p_scales, S, channel, column, first, K, V, WIDTH, VECTOR, PIECES, STEP, FLIP, FORMAT, BLOCK_K,
-            BLOCK_V,
+            BLOCK_V, TURNED,
         )  # fmt: skip
     else:
         keep(
             p_codes, p_scales, p_blocks, S, channel, column, K, V, LANES, PIECES, STEP, VECTOR, FLIP, FORMAT, BLOCK_K,
-            BLOCK_V,
+            BLOCK_V, TURNED,
         )  # fmt: skip

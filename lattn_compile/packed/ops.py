@@ -37,7 +37,7 @@ same policy. That is why packed and emulated have the same bits. They have no gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -291,17 +291,35 @@ def kernel_of(call: Call, work: dispatch.Work, stored: dict[str, Tensor]) -> Mod
     Raises:
         UnsupportedError: implementation "triton", and there is none for this call.
     """
-    for name, x in stored.items():
-        if not x.is_contiguous():
-            if call.implementation != "triton":
-                return None
-            raise UnsupportedError(
-                "implementation",
-                got=f"'triton' with a state[{name}] of strides {list(x.stride())}",
-                want="contiguous rows [slots, HV, K, V] on the Triton path",
-                remedy="Take implementation='auto' (a policy's kernel='auto'), or allocate the state key-first.",
-            )
+    if call.implementation == "auto" and not is_proven(call, stored):
+        return None
+    if (name := in_pieces(stored)) is not None:
+        if call.implementation != "triton":
+            return None
+        raise UnsupportedError(
+            "implementation",
+            got=f"'triton' with a state[{name}] of strides {list(stored[name].stride())}",
+            want="contiguous rows, of codes [slots, HV, K, V] or [slots, HV, V, K], on the Triton path",
+            remedy="Take implementation='auto' (a policy's kernel='auto'), or allocate the state by `allocate`.",
+        )
     return dispatch.packed(call.implementation, work, write=call.write, anchor=call.anchor)
+
+
+def in_pieces(stored: Mapping[str, Tensor]) -> str | None:
+    """The name of a tensor whose rows are no contiguous memory, of codes key-first or all of them value-first."""
+    codes = [name for name in stored if name.endswith("codes")]
+    turned = [name for name in codes if not stored[name].is_contiguous()]
+    for name, x in stored.items():
+        if name in codes and len(turned) == len(codes):
+            x = x.transpose(-1, -2)
+        if not x.is_contiguous():
+            return name
+    return None
+
+
+def is_proven(call: Call, stored: Mapping[str, Tensor]) -> bool:
+    """Whether codes lie as those did that a GPU has stepped: key-first, or value-first but in two_precision."""
+    return call.write != "two_precision" or all(x.is_contiguous() for x in stored.values())
 
 
 def is_served(

@@ -216,7 +216,8 @@ class QuantizedState(StoredState):
     def _op(self, name: str, heads: Heads, dtype: torch.dtype, inputs: torch.dtype) -> str:
         """The op of that name, or the one that Triton kernels serve, which a CUDA graph may record."""
         asked = self.call.implementation == "triton" or (self.device.type == "cuda" and not self.random)
-        if asked and all(x.is_contiguous() for x in self.tensors.values()):  # noqa: SIM102 - is_served imports Triton
+        in_order = ops.is_proven(self.call, self.tensors) or self.call.implementation == "triton"
+        if asked and in_order and ops.in_pieces(self.tensors) is None:  # noqa: SIM102 - is_served imports Triton
             if ops.is_served(self.call, self.device, dtype, heads.K, heads.V, inputs):
                 return f"{name}device_"
         return name

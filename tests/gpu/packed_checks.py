@@ -131,6 +131,25 @@ def _bits_inputs(name: str) -> list[Row]:
     return _bits(DECODE[name], "gdn", dtype=torch.float32)
 
 
+@_each("value first", ["exact", "int8", "fp8", "int8/32x16", "nvfp4", "bf16", "int8 8", "two precision 16"])
+def _value_first(name: str) -> list[Row]:
+    """Codes as `[slots, HV, V, K]`: the bits of those as `[slots, HV, K, V]`, in one token, several, and a flush."""
+    policy = DECODE[name] if name in DECODE else WINDOWED[name]
+    found: list[Row] = []
+    both: list[Rows] = []
+    for seed, (tokens, lengths) in enumerate([(1, None), (3, [3, 0, 2, 1]), (19, None), (1, None)]):
+        x = _tokens("gdn", tokens, seed, lengths=lengths)
+        both = both or [Rows(policy, "gdn", x, COUNT, device=DEVICE, v_first=turned) for turned in (False, True)]
+        o = [rows.step(x, "triton") for rows in both]
+        found.append(_equal(f"call {seed} outputs", *o))
+        found.append(_same(f"call {seed} rows", *(rows.records(x.slots) for rows in both)))
+        if name in WINDOWED and tokens == 19:
+            for rows in both:
+                rows.flush(x.slots, "triton")
+            found.append(_same("flushed", *(rows.records(x.slots) for rows in both)))
+    return found
+
+
 # -- float64 ---------------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +323,36 @@ def _slots(name: str) -> list[Row]:
     state = many.copy()
     _kernel(many, dataclasses.replace(line, x=[t[:, :0] for t in line.x]))
     return [*found, _same("no tokens", state.tensors, many.tensors)]
+
+
+@_each("fresh", ["int8", "int8 8", "two precision 16"])
+def _fresh(name: str) -> list[Row]:
+    """Sequences that start at zero in slots full of others and read what their own call stored, over windows' ends."""
+    policy = DECODE[name] if name in DECODE else WINDOWED[name]
+    x = _tokens("gdn", 40, 0)
+    clean, used = _rows(policy, "gdn", x), _rows(policy, "gdn", x)
+    _kernel(used, _tokens("gdn", 5, 1))
+    want, got = (
+        _kernel(clean, x),
+        _kernel(used, dataclasses.replace(x, has=torch.zeros_like(x.slots, dtype=torch.bool))),
+    )
+    return [_equal("o", got, want), _same("rows", clean.records(x.slots), used.records(x.slots))]
+
+
+@_each("unaligned", ["int8", "fp8", "int8 8"])
+def _unaligned(name: str) -> list[Row]:
+    """Codes that begin one byte into a buffer have the bits of others."""
+    policy = DECODE[name] if name in DECODE else WINDOWED[name]
+    x = _tokens("gdn", 1, 0)
+    plain, odd = _rows(policy, "gdn", x), _rows(policy, "gdn", x)
+    codes = odd.tensors["codes"]
+    buffer = torch.zeros(codes.numel() + 1, dtype=torch.uint8, device=DEVICE)
+    odd.tensors["codes"] = buffer[1:].view(codes.dtype).view(codes.shape)
+    found = []
+    for seed in range(18):
+        x = _tokens("gdn", 1, seed)
+        found.append(_equal(f"o {seed}", _kernel(odd, x), _kernel(plain, x)))
+    return [*found, _same("rows", plain.records(x.slots), odd.records(x.slots))]
 
 
 @_each("recorded", ["exact", "int8", "int8 8", "two precision 16"])

@@ -82,17 +82,25 @@ class Rows:
     """Stored tensors of a site, full of NaN and rubbish, and their cursors: -1, nothing is stored.
 
     Args:
-        dtype: of the arithmetic; float64 is the oracle's.
+        dtype: of the arithmetic; float64 is the oracle's. v_first: codes lie as `[slots, HV, V, K]`.
     """
 
     def __init__(
-        self, policy: Policy, kind: str, like: Tokens, slots: int, *, device: str = "cpu", dtype: Any = torch.float32
+        self,
+        policy: Policy,
+        kind: str,
+        like: Tokens,
+        slots: int,
+        *,
+        device: str = "cpu",
+        dtype: Any = torch.float32,
+        v_first: bool = False,
     ) -> None:
         q, _, v, g, beta = like.x
         decay = "none" if g is None else "head" if g.dim() == 3 else "channel"
         self.call, self.rule = layout.call_of(policy), BY_NAME[kind].rule
         self.heads = layout.Heads(q.shape[2], v.shape[2], q.shape[3], v.shape[3], decay, beta is not None)
-        self.tensors = layout.empty(self.call, self.heads, slots, device, dtype)
+        self.tensors = layout.empty(self.call, self.heads, slots, device, dtype, v_first=v_first)
         self.cursor = torch.full((slots,), -1, dtype=torch.int32, device=device)
         for x in self.tensors.values():
             if x.dtype.itemsize > 1:

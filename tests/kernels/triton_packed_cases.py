@@ -24,7 +24,7 @@ from tests.kernels.packed_calls import SCALE, Rows, Tokens, differing, make_toke
 
 pytest.importorskip("triton")
 
-from lattn_compile.kernels import packed
+from lattn_compile.kernels import packed, packed_launch
 from lattn_compile.recurrence import gates as gates_in_torch
 
 ALL = "LATTN_COMPILE_ALL" in os.environ
@@ -66,12 +66,23 @@ if ALL:
 SLOTS = [4, 0, 6]
 
 
+@pytest.fixture(params=["table", "wide 8"])
+def row(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A row of the launch table: the one that is chosen, or one whose programs take all the tiles that there are."""
+    name: str = request.param
+    if name != "table":
+        monkeypatch.setattr(packed_launch, "PROGRAMS", 1)
+        for form in packed_launch.CHOSEN:
+            monkeypatch.setitem(packed_launch.CHOSEN, form, (name,) * 3)
+    return name
+
+
 def _seeded(kind: str, sizes: dict[str, Any], *args: Any, seed: int = 0, **more: Any) -> Tokens:
     return make_tokens(kind, *args, seed=seed, **sizes, **more)
 
 
 @pytest.mark.parametrize("name", DECODE)
-def test_a_step_has_the_bits_of_the_emulated_kernel(name: str) -> None:
+def test_a_step_has_the_bits_of_the_emulated_kernel(name: str, row: str) -> None:
     """From slots full of NaN and out of order: one token, then several, ragged."""
     policy, kind, sizes = DECODE[name]
     rows: Rows | None = None
@@ -92,6 +103,25 @@ def test_a_step_has_the_bits_of_the_emulated_kernel(name: str) -> None:
         assert rows.cursor.tolist() == [0, -1, -1, -1, 0, -1, 0, -1]
 
 
+@pytest.mark.parametrize("name", ["exact", "int8", "nvfp4", "gdn-int8", "two-precision"])
+def test_codes_may_lie_value_first(name: str) -> None:
+    """`[slots, HV, V, K]` in memory: the same bits, in place."""
+    policy, kind, sizes = DECODE[name] if name in DECODE else WINDOWED[name]
+    plain: Rows | None = None
+    for seed, (tokens, lengths) in enumerate([(1, None), (4, [4, 0, 3]), (1, None)]):
+        x = _seeded(kind, sizes, tokens, SLOTS, lengths=lengths, seed=seed)
+        if plain is None:
+            plain, turned = Rows(policy, kind, x, 8), Rows(policy, kind, x, 8, v_first=True)
+            where = [y.data_ptr() for y in turned.tensors.values()]
+        assert torch.equal(turned.step(x, "triton"), plain.step(x, "triton"))
+        assert differing(turned.records(x.slots), plain.records(x.slots)) == []
+    if plain.call.window is not None:
+        for rows in (plain, turned):
+            rows.flush(x.slots, "triton")
+        assert differing(turned.records(x.slots), plain.records(x.slots)) == []
+    assert [y.data_ptr() for y in turned.tensors.values()] == where
+
+
 def _near(a: Tensor, b: Tensor, bound: float = 3e-6) -> None:
     assert a.shape == b.shape
     if a.dtype.itemsize == 1:
@@ -101,7 +131,7 @@ def _near(a: Tensor, b: Tensor, bound: float = 3e-6) -> None:
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-def test_a_window_is_the_reference_from_the_same_stored_rows(name: str) -> None:
+def test_a_window_is_the_reference_from_the_same_stored_rows(name: str, row: str) -> None:
     """Appends, reads, flushes of calls of one and of several tokens, ragged; each call from the kernel's own rows."""
     policy, kind, sizes = WINDOWED[name]
     rows: Rows | None = None
@@ -129,6 +159,19 @@ def test_a_window_is_the_reference_from_the_same_stored_rows(name: str) -> None:
     for field, y in reference.records(torch.tensor(SLOTS)).items():
         if not field.startswith("ring_"):
             _near(rows.records(torch.tensor(SLOTS))[field], y)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_fresh_sequence_reads_what_its_own_call_has_stored(name: str, row: str) -> None:
+    """Seven tokens pass a window's end twice, in slots that are full of another sequence."""
+    policy, kind, sizes = WINDOWED[name]
+    clean_x = _seeded(kind, sizes, 7, SLOTS)
+    clean, used = Rows(policy, kind, clean_x, 8), Rows(policy, kind, clean_x, 8)
+    want = clean.step(clean_x, "triton")
+    used.step(_seeded(kind, sizes, 4, SLOTS, seed=1), "triton")
+    got = used.step(_seeded(kind, sizes, 7, SLOTS, has=[False] * 3), "triton")
+    assert torch.equal(got, want)
+    assert differing(used.records(clean_x.slots), clean.records(clean_x.slots)) == []
 
 
 @pytest.mark.parametrize("policy", [Policy("int8"), Policy("int8", write=Replay(3))], ids=["token", "replay"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["decays", "exp", "pair_up", "rstd", "unpack"]
+__all__ = ["decays", "exp", "no_less", "no_more", "pair_up", "rstd", "unpack"]
 
 _EPS = tl.constexpr(1e-6)  # inside the root, semantics §1
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -19,6 +19,18 @@ _LN2_HIGH = tl.constexpr(0.693145751953125)  # 16 bits of ln 2, so that n times 
 _LN2_LOW = tl.constexpr(1.4286068203094172e-06)
 _ROUND = tl.constexpr(12582912.0)
 _ROUND_BITS = tl.constexpr(0x4B400000)  # of 12582912
+
+
+@triton.jit
+def no_less(x, bound):
+    """The larger of both, NaN if x is: a GPU's own maximum would give the bound."""
+    return tl.maximum(x, bound, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def no_more(x, bound):
+    """The smaller of both, NaN if x is."""
+    return tl.minimum(x, bound, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

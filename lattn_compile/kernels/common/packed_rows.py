@@ -11,10 +11,28 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lattn_compile.kernels.common.inputs import rstd
 
-__all__ = ["channels", "has_state", "inputs_of", "normalised", "row_of", "slot_of", "tokens_of"]
+__all__ = [
+    "begin",
+    "channels",
+    "has_state",
+    "inputs_of",
+    "normalised",
+    "row_of",
+    "slot_of",
+    "tokens_of",
+]
+
+
+@triton.jit
+def begin():
+    """First of all, where a launch may overlap the end of the kernel before it (programmatic dependent launch): waits
+    for that one, and lets the next one in, which waits in turn. Setting up a launch then takes no time of its own."""
+    gdc_wait()
+    gdc_launch_dependents()
 
 
 @triton.jit
@@ -99,7 +117,7 @@ def inputs_of(
     beta_token,
     beta_head,
     channel,
-    column,
+    once,
     K: tl.constexpr,
     V: tl.constexpr,
     PIECES: tl.constexpr,
@@ -107,8 +125,12 @@ def inputs_of(
     MASKED: tl.constexpr,
     DECAY: tl.constexpr,
 ):
-    """One token's v, g and beta of one head, as they lie in memory."""
-    b_v = tl.load(v + (token * v_token + head * v_head) + column * v_column, mask=column < V, other=0.0)
+    """One token's v, g and beta of one head, as they lie in memory.
+
+    once: the columns, `[LANES, WARPS, 1, COLUMNS]`: a vector in the layout of a state's pieces needs no exchange
+    between warps when it meets one.
+    """
+    b_v = tl.load(v + (token * v_token + head * v_head) + once * v_column, mask=once < V, other=0.0)
     b_g = 0.0
     if DECAY == 1:
         b_g = tl.load(g + (token * g_token + head * g_head))

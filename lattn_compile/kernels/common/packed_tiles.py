@@ -22,7 +22,7 @@ from lattn_compile.formats.fp8_e4m3.triton import from_bytes as fp8_from_bytes
 from lattn_compile.formats.nvfp4.triton import BLOCK, GROUP, from_nibbles
 from lattn_compile.kernels.common.codec import from_bytes
 
-__all__ = ["decoded", "load_codes", "load_steps", "store_plain"]
+__all__ = ["decoded", "decoded_words", "load_codes", "load_steps", "load_words", "store_plain"]
 
 _NAN_BYTE = tl.constexpr(0x7F)  # of E4M3
 
@@ -39,24 +39,143 @@ def load_codes(
     PIECES: tl.constexpr,
     STEP: tl.constexpr,
     FORMAT: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """One head's codes at `p` in pieces, as they are stored; 0 beyond its ends and where `inside`, a scalar, is not.
 
     What `inside` waits for the load waits for: whether a slot holds a state is for `decoded` to ask.
 
-    8-bit formats: uint8 `[K, V]`. nvfp4: uint8 `[ceil(K/2), V]`, each byte in both of its channels' places.
+    8-bit formats: uint8 `[K, V]`. nvfp4: uint8 `[ceil(K/2), V]`, each byte in both of its channels' places. TURNED: the
+    same the other way round, channels next to each other.
     """
     k = channel[:, None, :, None]
     v = column[None, :, None, :]
     if FORMAT == "nvfp4":
-        at = p + tl.max_contiguous(k // 2 * V + v, (1, 1, 1, VECTOR))
-        APART: tl.constexpr = STEP // 2 * V
+        if TURNED:
+            at = p + (v * ((K + 1) // 2) + k // 2)
+        else:
+            at = p + tl.max_contiguous(k // 2 * V + v, (1, 1, 1, VECTOR))
+        APART: tl.constexpr = STEP // 2 if TURNED else STEP // 2 * V
     else:
-        at = p + tl.max_contiguous(k * V + v, (1, 1, 1, VECTOR))
-        APART: tl.constexpr = STEP * V
+        if TURNED:
+            at = p + (v * K + k)
+        else:
+            at = p + tl.max_contiguous(k * V + v, (1, 1, 1, VECTOR))
+        APART: tl.constexpr = STEP if TURNED else STEP * V
     out = ()
     for i in tl.static_range(PIECES):
         out = out + (tl.load(at + i * APART, mask=(k + i * STEP < K) & (v < V) & inside, other=0),)
+    return out
+
+
+@triton.jit
+def load_words(
+    p,
+    channel,
+    word,
+    inside,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """As `load_codes`, 8-bit codes four columns a number: int32 pieces of a quarter as many columns.
+
+    What a loop carries from one turn to the next should be words: bytes would take a register each.
+
+    Args:
+        word: `[WARPS, COLUMNS / 4]`, the words' places in a row. MASKED: pieces go beyond the state's ends; else what
+            is not `inside` is anything.
+    """
+    k = channel[:, None, :, None]
+    v = word[None, :, None, :]
+    at = p.to(tl.pointer_type(tl.int32)) + tl.max_contiguous(k * (V // 4) + v, (1, 1, 1, VECTOR // 4))
+    out = ()
+    for i in tl.static_range(PIECES):
+        if MASKED:
+            x = tl.load(at + i * STEP * (V // 4), mask=(k + i * STEP < K) & (v < V // 4) & inside, other=0)
+        else:
+            x = tl.load(at + i * STEP * (V // 4), mask=inside)
+        out = out + (x,)
+    return out
+
+
+@triton.jit
+def _in_columns(a, b, c, d):
+    """Four numbers a word to columns."""
+    x = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(x, (a.shape[0], a.shape[1], a.shape[2], 4 * a.shape[3]))
+
+
+@triton.jit
+def _int8_of_words(words, keep):
+    a, b, c, d = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 bytes;
+        lop3.b32 bytes, $4, $5, 0x80808080, 0x6a;
+        prmt.b32 $0, bytes, 0x4B000000, 0x7650;
+        prmt.b32 $1, bytes, 0x4B000000, 0x7651;
+        prmt.b32 $2, bytes, 0x4B000000, 0x7652;
+        prmt.b32 $3, bytes, 0x4B000000, 0x7653;
+        sub.rn.f32 $0, $0, 0f4B000080;
+        sub.rn.f32 $1, $1, 0f4B000080;
+        sub.rn.f32 $2, $2, 0f4B000080;
+        sub.rn.f32 $3, $3, 0f4B000080;
+        }
+        """,
+        "=&f,=&f,=&f,=&f,r,r",
+        [words, tl.broadcast_to(keep, words.shape)],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+    return _in_columns(a, b, c, d)
+
+
+@triton.jit
+def _fp8_of_words(words, keep):
+    a, b, c, d = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 bytes, even, odd;
+        .reg .b16 low, high, p, q, r, s;
+        and.b32 bytes, $4, $5;
+        mov.b32 {low, high}, bytes;
+        cvt.rn.f16x2.e4m3x2 even, low;
+        cvt.rn.f16x2.e4m3x2 odd, high;
+        mov.b32 {p, q}, even;
+        mov.b32 {r, s}, odd;
+        cvt.f32.f16 $0, p;
+        cvt.f32.f16 $1, q;
+        cvt.f32.f16 $2, r;
+        cvt.f32.f16 $3, s;
+        }
+        """,
+        "=&f,=&f,=&f,=&f,r,r",
+        [words, tl.broadcast_to(keep, words.shape)],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+    return _in_columns(a, b, c, d)
+
+
+@triton.jit
+def decoded_words(words, steps, known, PIECES: tl.constexpr, FORMAT: tl.constexpr):
+    """`decoded` of what `load_words` loaded."""
+    keep = tl.where(known, -1, 0)
+    out = ()
+    for i in tl.static_range(PIECES):
+        if FORMAT == "int8":
+            x = _int8_of_words(words[i], keep)
+        else:
+            x = _fp8_of_words(words[i], keep)
+        if len(steps) > 0:
+            x = x * tl.where(known, steps[i // (PIECES // len(steps))], 0.0)
+        out = out + (x,)
     return out
 
 
@@ -71,13 +190,23 @@ def store_plain(
     VECTOR: tl.constexpr,
     PIECES: tl.constexpr,
     STEP: tl.constexpr,
+    FULL: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
-    """One head's state as numbers of the type that `p` points to, `[K, V]`."""
+    """One head's state as numbers of the type that `p` points to, `[K, V]`. FULL: none of it lies beyond the ends."""
     k = channel[:, None, :, None]
     v = column[None, :, None, :]
-    at = p + tl.max_contiguous(k * V + v, (1, 1, 1, VECTOR))
+    if TURNED:
+        at = p + (v * K + k)
+    else:
+        at = p + tl.max_contiguous(k * V + v, (1, 1, 1, VECTOR))
+    APART: tl.constexpr = STEP if TURNED else STEP * V
     for i in tl.static_range(PIECES):
-        tl.store(at + i * STEP * V, S[i].to(p.dtype.element_ty), mask=(k + i * STEP < K) & (v < V))
+        x = S[i].to(p.dtype.element_ty)
+        if FULL:
+            tl.store(at + i * APART, x)
+        else:
+            tl.store(at + i * APART, x, mask=(k + i * STEP < K) & (v < V))
 
 
 @triton.jit

@@ -151,6 +151,32 @@ def store_state(
 
 
 @triton.jit
+def in_pieces(x, LANES: tl.constexpr, PIECES: tl.constexpr, STEP: tl.constexpr):
+    """A vector of LANES * PIECES * STEP channels as pieces `[LANES, STEP]`, not flipped; PIECES is 8 at most."""
+    x = tl.permute(tl.reshape(x, (LANES, PIECES, STEP)), (0, 2, 1))
+    if PIECES == 1:
+        out = (tl.reshape(x, (LANES, STEP)),)
+    elif PIECES == 2:
+        out = tl.split(x)
+    elif PIECES == 4:
+        a, b = tl.split(tl.reshape(x, (LANES, STEP, 2, 2)))
+        a0, a1 = tl.split(a)
+        b0, b1 = tl.split(b)
+        out = (a0, b0, a1, b1)
+    else:
+        tl.static_assert(PIECES == 8)
+        a, b = tl.split(tl.reshape(x, (LANES, STEP, 4, 2)))
+        c, d = tl.split(tl.reshape(a, (LANES, STEP, 2, 2)))
+        e, f = tl.split(tl.reshape(b, (LANES, STEP, 2, 2)))
+        c0, c1 = tl.split(c)
+        d0, d1 = tl.split(d)
+        e0, e1 = tl.split(e)
+        f0, f1 = tl.split(f)
+        out = (c0, e0, d0, f0, c1, e1, d1, f1)
+    return out
+
+
+@triton.jit
 def scaled(S, factor, BY_CHANNEL: tl.constexpr, PIECES: tl.constexpr):
     """`factor * S`: a scalar, or pieces of a vector of channels."""
     out = ()

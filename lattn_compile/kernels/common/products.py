@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from lattn_compile.kernels.common.inputs import exp as exact_exp
+from lattn_compile.kernels.common.inputs import no_less, no_more
 
 __all__ = [
     "after_sum",
@@ -143,7 +144,7 @@ def load_operand(p, NEXT, PARTS: tl.constexpr):
 @triton.jit
 def held(g):
     """Gates above -256: `exp` of that, and of any sum with it, is 0 in fp32, and no sum of a block is infinite."""
-    return tl.maximum(g.to(tl.float32), _CLEARED)
+    return no_less(g.to(tl.float32), _CLEARED)
 
 
 @triton.jit
@@ -170,7 +171,7 @@ def _split_sum(g, REVERSE: tl.constexpr):
 def until_sum(g):
     """Sums of the held gates up to each slot and its own, `[BT]`."""
     coarse, fine = _split_sum(g, False)
-    return tl.minimum(coarse + fine, 0.0)
+    return no_more(coarse + fine, 0.0)
 
 
 @triton.jit
@@ -178,7 +179,7 @@ def after_sum(g):
     """Sums of the held gates behind each slot, `[BT]`."""
     coarse, fine = _split_sum(g, True)
     own = (g + _COARSE) - _COARSE
-    return tl.minimum((coarse - own) + (fine - (g - own)), 0.0)
+    return no_more((coarse - own) + (fine - (g - own)), 0.0)
 
 
 @triton.jit
@@ -191,7 +192,7 @@ def segments(g, BT: tl.constexpr, WIDE: tl.constexpr):
     else:
         coarse, fine = _split_sum(g, False)
         out = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
-    return tl.where(i[:, None] >= i[None, :], tl.minimum(out, 0.0), float("-inf"))
+    return tl.where(i[:, None] >= i[None, :], no_more(out, 0.0), float("-inf"))
 
 
 @triton.jit
