@@ -36,7 +36,7 @@ from lattn_compile.kernels.reference import chunk as reference
 
 DEVICE = "cuda"
 KEY_HEADS, VALUE_HEADS, KEY, VALUE = 16, 32, 128, 128
-CASES = (("gdn", None), ("gdn", "int8/*x32"), ("gdn", "int8"), ("kda", None), ("kda", "int8"))
+CASES = (("gdn", None), ("kda", None), ("gdn", "int8/*x32"), ("gdn", "int8"), ("kda", "int8/*x32"), ("kda", "int8"))
 FLA = {
     "gdn": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     "kda": ("fla.ops.kda", "chunk_kda"),
@@ -302,13 +302,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="no new number after that")
     parser.add_argument("--by-kernel", action="store_true", help="how long each kernel of the exact cases takes")
     parser.add_argument("--fla-choices", type=int, help="of each of FLA's kernels, try so many configurations only")
-    parser.add_argument("--warm", choices=["gdn", "kda", "fla gdn", "fla kda"], help="only compile what this takes")
+    kinds = [" ".join(filter(None, case)) for case in CASES] + [f"fla {kind}" for kind in FLA]
+    parser.add_argument("--warm", choices=kinds, help="only compile what this takes")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.fla_choices:
         fewer_choices(args.fla_choices)
     if args.warm:
-        call = Call(args.warm.split()[-1], None, args.batch, args.tokens)
+        _, kind, spec = ("ours " * ("fla" not in args.warm) + args.warm + " ").split(" ", 2)
+        call = Call(kind, spec.strip() or None, args.batch, args.tokens)
         for function in fla_calls(call, args.batch, {}).values() if "fla" in args.warm else (call.train,):
             function()
             torch.cuda.synchronize()

@@ -1,26 +1,25 @@
-"""Times the emulated prefill (rounded operands, approximate inverses) beside the exact one, on a GPU or a CPU.
+"""Times the prefill with rounded operands and approximate inverses beside the exact one, on a GPU.
 
-    python benchmarks/prefill.py [--tokens 8192] [--batch 1] [--device cuda] [--only REGEX] [--out FOLDER]
+    python benchmarks/prefill.py [--batches 1 8] [--train-batches 1] [--only REGEX] [--by-kernel] [--out FOLDER]
 
-Chunk form, GDN and KDA shapes of Qwen3-Next and Kimi Linear: H = 16, HV = 32, K = V = 128, bf16 inputs, a state of
-float32. Everything is the reference kernel: it rounds as a low-precision kernel would, and saves no time. "exact" is
-the same call without a prefill policy, the other rows are as many times as slow. Every case is first held to its own
-float64 run on a short call; if one is off, nothing is timed and the exit code is 1. Times are medians.
+Chunk form, GDN and KDA shapes of Qwen3-Next and Kimi Linear: H = 16 (KDA: 32), HV = 32, K = V = 128, bf16 inputs, a
+state of float32. "exact" is the Triton chunk kernel without a prefill policy, and the bar of the other rows; where it
+is installed, flash-linear-attention's exact kernel is beside it. Every case is first held to float64 on a short call;
+a case that is off is not timed, and the exit code is 1. Times are medians of CUDA graph replays; where something
+cannot be recorded, of plain calls, and the table says so.
 
-Writes `prefill_<device>.md` and `.json` into FOLDER.
+Writes `prefill_<gpu>.md` and `.json` into FOLDER, anew after every number.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
-import platform
 import re
-import statistics
 import sys
 import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,134 +28,181 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import lattn_compile.ops  # noqa: F401 - registers the ops
-from lattn_compile.errors import LattnWarning
+from kernels_chunk import FLA, Call, by_kernel, fewer_choices, fla_calls, replayed
+
+from lattn_compile.kernels import chunk, prefill
+from lattn_compile.kernels.reference import chunk as reference
 from lattn_compile.modes import SITES, BlockDoubling, Neumann, NewtonSchulz, Prefill
 
-KEY_HEADS, VALUE_HEADS, KEY, VALUE = 16, 32, 128, 128
-CASES: dict[str, Prefill] = {
-    "exact": Prefill(),
+CASES: dict[str, Prefill | None] = {
+    "exact": None,
     **{f"all sites {fmt}": Prefill(dict.fromkeys(SITES, fmt)) for fmt in ("fp8_e4m3", "int8", "nvfp4")},
+    "all sites fp8_e4m3, block_doubling(8)": Prefill(dict.fromkeys(SITES, "fp8_e4m3"), inverse=BlockDoubling(8)),
     "kk, qk fp8_e4m3": Prefill({"kk": "fp8_e4m3", "qk": "fp8_e4m3"}),
+    "ws, qs, av, kv fp8_e4m3": Prefill(dict.fromkeys(("ws", "qs", "av", "kv"), "fp8_e4m3")),
     **{str(i): Prefill(inverse=i) for i in (Neumann(7), NewtonSchulz(4), BlockDoubling(8), BlockDoubling(16))},
 }
+KINDS = ("gdn", "kda")
 
 
-def inputs(kind: str, batch: int, tokens: int, device: str) -> list[Tensor]:
-    """q, k, v, g, beta and a state, leaves of a graph; keys are normalised by the op."""
-    rng = torch.Generator(device).manual_seed(0)
+class Timed(Call):
+    """A call of `kernels_chunk.py` under a prefill policy, None for the exact kernel."""
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng, device=device)
+    def __init__(self, kind: str, policy: Prefill | None, batch: int, tokens: int) -> None:
+        super().__init__(kind, None, batch, tokens)
+        self.kernel: Any = chunk if policy is None else prefill
+        if policy is not None:
+            self.options["prefill"] = policy
 
-    heads = KEY_HEADS if kind == "gdn" else VALUE_HEADS  # as many as value heads in Kimi Linear
-    rows = (batch, tokens)
-    gates = (*rows, VALUE_HEADS) if kind == "gdn" else (*rows, VALUE_HEADS, KEY)
-    made = [
-        *(normal(*rows, heads, KEY).bfloat16() for _ in range(2)),
-        normal(*rows, VALUE_HEADS, VALUE).bfloat16(),
-        -torch.nn.functional.softplus(normal(*gates) - 2),
-        normal(*rows, VALUE_HEADS).sigmoid().bfloat16(),
-        normal(batch, VALUE_HEADS, KEY, VALUE),
-    ]
-    return [x.requires_grad_() for x in made]
+    def forward(self) -> Tensor:
+        final: Tensor = self.kernel.forward(*self.inputs(), self.o, **self.options)
+        return final
+
+    def backward(self) -> Tensor:
+        dstate: Tensor = self.kernel.backward(self.grad_o, self.grad_final, *self.inputs(), self.grads, **self.options)
+        return dstate
 
 
-def call(x: list[Tensor], prefill: Prefill) -> tuple[Tensor, Tensor]:
-    options: dict[str, Any] = {"scale": KEY**-0.5, "qk_l2norm": True, "implementation": "reference"}
-    o, state = torch.ops.lattn.chunk(*x, *(None,) * 4, **options, **prefill.op_kwargs())
-    return o, state
+def off(kind: str, policy: Prefill | None) -> float:
+    """How far short sequences are from float64, in units of what is allowed: a tenth of what the policy changes, or,
+    where it changes next to nothing, 2e-5; and what bf16 outputs lose."""
+    call = Timed(kind, policy, 2, 150)
+    inputs, rest = [x.double() for x in call.inputs()[:6]], (call.starts, call.lengths, None)
+    states, outputs = [], []
+    for chosen in (policy, None):
+        outputs.append(torch.zeros_like(call.o, dtype=torch.float64))
+        options = {**call.options, "prefill": chosen}
+        states.append(reference.forward(*inputs, *rest, outputs[-1], **options))
+    final = call.forward().double()
+    worst = 0.0
+    for ours, (want, exact), least in ((final, states, 2e-5), (call.o.double(), outputs, 3e-3)):
+        allowed = 0.1 * float((exact - want).norm()) + least * float(want.norm())
+        worst = max(worst, float((ours - want).norm()) / allowed)
+    return worst
 
 
-def off(kind: str, prefill: Prefill, device: str) -> float:
-    """How far one chunk in fp32 is from float64, in units of what is allowed: a tenth of what the policy changes, or,
-    where it changes next to nothing, 1e-5."""
-    x = [leaf.detach() for leaf in inputs(kind, 1, 64, device)]
-    narrow = call([leaf.float() for leaf in x], prefill)[0].double()
-    wide = call([leaf.double() for leaf in x], prefill)[0]
-    exact = call([leaf.double() for leaf in x], CASES["exact"])[0]
-    allowed = max(0.1 * float((exact - wide).norm()), 1e-5 * float(exact.norm()))
-    return float((narrow - wide).norm()) / allowed
+def checked(cases: dict[str, Prefill | None]) -> dict[tuple[str, str], float]:
+    """What `off` says of every case; says which are wrong."""
+    found = {(kind, name): off(kind, policy) for kind in KINDS for name, policy in cases.items()}
+    for (kind, name), error in found.items():
+        if not error <= 1.0:
+            print(f"Not timed, because it is wrong: {kind} {name}, {error:.2f} of the bound", flush=True)
+    return found
 
 
-def median_ms(function: Callable[[], Any], device: str, runs: int) -> float:
-    def once() -> float:
-        if device == "cpu":
-            begin = time.perf_counter()
-            function()
-            return 1e3 * (time.perf_counter() - begin)
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        return float(start.elapsed_time(end))
+def measure(
+    cases: dict[str, Prefill | None],
+    errors: dict[tuple[str, str], float],
+    args: argparse.Namespace,
+    found: dict[str, Any],
+) -> None:
+    """Times what is right, and FLA's, until the time is over."""
+    end = time.time() + args.seconds
+    for batch, kind, (name, policy) in itertools.product(args.batches, KINDS, cases.items()):
+        error = errors[kind, name]
+        if time.time() > end or not error <= 1.0:
+            continue
+        call = Timed(kind, policy, batch, args.tokens)
+        row = {"kind": kind, "case": name, "batch": batch, "off": error}
+        row["forward_ms"], row["forward_as"] = replayed(call.forward)
+        if batch in args.train_batches:
+            row["train_ms"], row["train_as"] = replayed(call.train)
+        if args.by_kernel:
+            row["kernels_ms"] = by_kernel(call.forward)
+            if batch in args.train_batches:
+                row["train_kernels_ms"] = by_kernel(call.train)
+        found["rows"].append(row)
+        print(row, flush=True)
+        save(found, args.out)
+        del call
+        torch.cuda.empty_cache()
+    for batch, kind in itertools.product(args.batches, FLA):
+        said: dict[str, Any] = {"kind": kind, "case": f"FLA `{FLA[kind][1]}`", "batch": batch}
+        for what, function in fla_calls(Timed(kind, None, batch, args.tokens), batch, said).items():
+            if time.time() < end and (what == "forward_ms" or batch in args.train_batches):
+                try:
+                    said[what], said[what.replace("_ms", "_as")] = replayed(function)
+                except Exception as error:
+                    said["refused"] = f"{what}: {str(error).splitlines()[0][:160]}"
+        found["rows"].append(said)
+        print(said, flush=True)
+        save(found, args.out)
 
-    once()
-    return statistics.median(once() for _ in range(runs))
+
+def save(found: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        name = f"prefill_{re.sub(r'[^a-z0-9]+', '_', found['gpu'].lower())}"
+        (out / f"{name}.md").write_text(table(found), encoding="utf-8")
+        (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(cases: dict[str, Prefill], batch: int, tokens: int, device: str, runs: int) -> list[dict[str, Any]]:
-    rows = []
-    for kind in ("gdn", "kda"):
-        x = inputs(kind, batch, tokens, device)
+def table(found: dict[str, Any]) -> str:
+    exact = {(r["kind"], r["batch"]): r for r in found["rows"] if r["case"] == "exact"}
 
-        def train(x: list[Tensor], prefill: Prefill) -> None:
-            o, state = call(x, prefill)
-            torch.autograd.grad([o, state], x, [torch.ones_like(o), torch.ones_like(state)])
+    def cells(row: dict[str, Any], what: str) -> str:
+        if what not in row:
+            return "- | -"
+        bar = exact.get((row["kind"], row["batch"]), {}).get(what)
+        plain = " (plain calls)" if row[what.replace("_ms", "_as")] == "eager" else ""
+        return f"{row[what]:.3f}{plain} | " + (f"{bar / row[what]:.2f}" if bar else "-")
 
-        for name, prefill in cases.items():
-            with torch.no_grad():
-                forward = median_ms(lambda x=x, p=prefill: call(x, p), device, runs)
-            whole = median_ms(lambda x=x, p=prefill: train(x, p), device, runs)
-            rows.append({"kind": kind, "case": name, "forward_ms": forward, "train_ms": whole})
-            print(f"{kind} {name}: forward {forward:.2f} ms, forward + backward {whole:.2f} ms", flush=True)
-    return rows
-
-
-def table(rows: list[dict[str, Any]], head: str) -> str:
-    exact = {r["kind"]: r for r in rows if r["case"] == "exact"}
     lines = [
-        head,
+        f"# Prefill on {found['gpu']}",
         "",
-        "| | case | forward ms | / exact | forward + backward ms | / exact |",
-        "|---|---|---|---|---|---|",
+        f"`python benchmarks/prefill.py`, torch {found['torch']}, Triton {found['triton']}, T = {found['tokens']}, "
+        "H = 16 (KDA: 32), HV = 32, K = V = 128, bf16 inputs. Medians of CUDA graph replays. Times over the exact "
+        "kernel's: above 1 is faster.",
+        "",
+        "| | case | B | forward ms | exact / this | forward + backward ms | exact / this |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for r in rows:
-        ratios = [f"{r[n] / exact[r['kind']][n]:.2f}" if r["kind"] in exact else "" for n in ("forward_ms", "train_ms")]
-        lines.append(
-            f"| {r['kind']} | {r['case']} | {r['forward_ms']:.2f} | {ratios[0]} | {r['train_ms']:.2f} | {ratios[1]} |"
-        )
+    lines += [
+        f"| {r['kind']} | {r['case']} | {r['batch']} | {cells(r, 'forward_ms')} | {cells(r, 'train_ms')} |"
+        for r in found["rows"]
+    ]
+    parts = (("kernels_ms", "forward"), ("train_kernels_ms", "forward + backward"))
+    for r, (key, what) in itertools.product(found["rows"], parts):
+        if key in r:
+            times = ", ".join(f"{name} {ms:.3f}" for name, ms in r[key].items())
+            lines += ["", f"{r['kind']}, {r['case']}, B = {r['batch']}, {what} by kernel, ms: {times}."]
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--train-batches", type=int, nargs="*", default=[1], help="time forward + backward of these")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", default="", help="a regular expression, for example 'exact|fp8'")
+    parser.add_argument("--only", default="", help="a regular expression, for example '^exact|all sites fp8_e4m3$'")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no new number after that")
+    parser.add_argument("--by-kernel", action="store_true", help="how long each kernel of a forward takes")
+    parser.add_argument("--fla-choices", type=int, help="of each of FLA's kernels, try so many configurations only")
+    parser.add_argument("--warm", choices=KINDS, help="only compile what this takes")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    warnings.simplefilter("ignore", LattnWarning)  # random keys break the short series; this is about time
-    cases = {name: prefill for name, prefill in CASES.items() if re.search(args.only, name)}
-    broken = [f"{k} {n}: {e:.2f} of the bound" for k in ("gdn", "kda") for n, p in cases.items()
-              if not (e := off(k, p, args.device)) <= 1.0]  # fmt: skip
-    if broken:
-        print("Not timed, because these are wrong:", *broken, sep="\n  ")
-        return 1
-    rows = measure(cases, args.batch, args.tokens, args.device, args.runs)
-    device = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
-    text = table(rows, f"Emulated prefill on {device}, torch {torch.__version__}, B = {args.batch}, T = {args.tokens}.")
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        name = "prefill_" + re.sub(r"\W+", "_", device.lower())
-        (args.out / f"{name}.md").write_text(text, encoding="utf-8")
-        (args.out / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    print(text)
-    return 0
+    cases = {name: policy for name, policy in CASES.items() if re.search(args.only, name)}
+    if args.fla_choices:
+        fewer_choices(args.fla_choices)
+    if args.warm:
+        for name, policy in cases.items():
+            call = Timed(args.warm, policy, 1, args.tokens)
+            call.train()
+            torch.cuda.synchronize()
+            print("warm:", args.warm, name, flush=True)
+        if "exact" in cases:
+            for function in fla_calls(Timed(args.warm, None, 1, args.tokens), 1, {}).values():
+                with contextlib.suppress(Exception):  # what it refuses, `measure` says
+                    function()
+        return 0
+    found: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": args.tokens, "rows": [],
+        "triton": __import__("triton").__version__,
+    }  # fmt: skip
+    errors = checked(cases)
+    measure(cases, errors, args, found)
+    print(table(found))
+    return int(any(not error <= 1.0 for error in errors.values()))
 
 
 if __name__ == "__main__":

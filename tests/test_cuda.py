@@ -189,6 +189,31 @@ def test_auto_takes_triton_where_it_can_and_computes_what_the_reference_does(kin
         assert (mine - theirs).norm() <= (1e-5 if write["write"] == "exact" else 1e-2) * theirs.norm() + 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gdn", "kda", "linear"])
+@pytest.mark.parametrize(
+    "write", [{"write": "exact"}, {"write": "chunk", "state_format": "int8/*x16", "chunk_size": 8}]
+)
+def test_auto_takes_the_chunk_kernels_for_what_was_proven(kind: str, dtype: torch.dtype, write: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    x = make_inputs(kind, lengths=[70, 0, 90], seed=5)
+    found = {}
+    for implementation in ("auto", "reference"):
+        cuda = [t if t is None else t.cuda() for t in x.tensors()]
+        cuda[:3] = [t if t is None else t.to(dtype) for t in cuda[:3]]
+        leaves = [t.requires_grad_() for t in cuda if t is not None and t.is_floating_point()]
+        options = {**x.options(), **write, "implementation": implementation}
+        o, final, *_ = torch.ops.lattn.chunk(*cuda, *(None,) * 3, **options)
+        found[implementation] = [o, final, *torch.autograd.grad(o.float().square().sum() + final.sum(), leaves)]
+    work = Work(
+        torch.device("cuda"), torch.float32, x.q.shape[-1], x.v.shape[-1], None, inputs=dtype, by_channel=kind == "kda"
+    )
+    assert choose("chunk", "auto", work) == ("reference" if dtype is torch.bfloat16 else "triton")
+    for mine, theirs in zip(found["auto"], found["reference"], strict=True):
+        near = 1e-2 if write["write"] == "chunk" or mine.dtype is torch.bfloat16 or dtype is torch.bfloat16 else 1e-5
+        assert (mine - theirs).norm() <= near * theirs.norm() + 1e-6
+
+
 def test_what_triton_cannot_do_is_the_references_or_refused_with_the_reason() -> None:
     pytest.importorskip("triton")
     x = make_inputs("gdn", lengths=[5], seed=5)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lattn_compile as lc
-from lattn_compile.ops.residuals import inverse_residuals, reset_inverse_residuals
+from lattn_compile.ops.residuals import inverse_residuals, record, reset_inverse_residuals
 from lattn_compile.testing.backend import recorded
 from tests.kernels.reference.prefill_oracle import prefill_oracle
 from tests.ops.cases import assert_close, inputs
@@ -76,7 +76,7 @@ def test_a_prefill_that_changes_nothing_is_no_prefill() -> None:
 @pytest.mark.parametrize(
     ("policy", "key_dim", "rule", "error"),
     [
-        (dataclasses.replace(POLICY, kernel="triton"), 16, "delta", "kernel='reference'"),
+        (dataclasses.replace(POLICY, kernel="triton"), 16, "delta", "Use 'reference'"),
         (POLICY, 60, "delta", "nvfp4 at ws with K = 60"),
         (POLICY, 8, "delta", "multiple of 16"),
         (POLICY, 16, "additive", "for the additive rule"),
@@ -139,6 +139,16 @@ def test_a_program_without_the_arguments_means_what_it_meant() -> None:
     old = torch.fx.GraphModule(nn.Module(), graph)
     for a, b in zip(old(*x), call(x, "exact"), strict=True):
         assert torch.equal(a, b)
+
+
+def test_residuals_of_chunks_that_are_not_there_count_nothing() -> None:
+    norms = torch.tensor([[0.5, -1.0], [1e-9, -1.0]], dtype=torch.float64)
+    with pytest.warns(lc.LattnWarning, match="in the worst of 2 chunks and heads, 1 of them over"):
+        record(3, "neumann(7)", 1e-3, norms)
+    (found,) = inverse_residuals()
+    assert (found.chunks, found.over, found.largest) == (2, 1, 0.5)
+    record(3, "neumann(7)", 1e-3, torch.tensor([torch.nan, -1.0], dtype=torch.float64))
+    assert inverse_residuals()[0][3:5] == (3, 2)
 
 
 # In a model

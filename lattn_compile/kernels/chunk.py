@@ -1,43 +1,46 @@
 """`lattn::chunk` in Triton: the functions of `kernels.reference.chunk`, for CUDA and ROCm devices.
 
-Nothing waits for lengths; grids follow from shapes. Per span of blocks:
+Nothing waits for lengths; grids follow from shapes. Per span of blocks, of bf16 inputs (launched by chunk_fine.py):
 
     place                              which program handles which tokens                        chunk_blocks.py
-    pairs_*, solve                     what tokens of a block see of each other, and its inverse chunk_pairs.py, _solve
-    row_factors, walk                  the state from block to block, and the outputs            chunk_walk.py
+    head_rows, channel_rows            keys and queries as products take them, and their factors chunk_rows.py
+    pairs_rows                         what tokens of a block see of each other                  chunk_pairs.py
+    tiles_fine, across_fine            the same under a decay by channel                         chunk_channel.py
+    solve_fine                         the delta rule's inverse                                  chunk_solve.py
+    carry                              the state from block to block, and the outputs            chunk_state*.py
 
-of bf16 inputs whose decay has one number per head, or none. Of others, instead of the last line,
+and of others (chunk_call.py), in float32 and float64:
 
+    pairs_*, solve                     pairs of tokens, and the inverse                          chunk_pairs.py, _solve
     key_operands, value_operands       what blocks need besides the state, in parallel           chunk_operands.py
     advance                            the state from block to block, and the outputs            chunk_forward.py
 
 and the backward, from the last span to the first, each made again from the state before it:
 
-    walk_back                          the way back through the state                            chunk_walk_back.py
-    retreat, grad_updates              the same of other inputs                                  chunk_backward.py
+    carry_back                         the way back through the state                            chunk_state_back.py
+    retreat, grad_updates              the same of inputs that are not bf16                      chunk_backward.py
     grad_pairs                         what pairs of tokens get of it                            chunk_backward.py
     grad_keys, deliver                 gradients of keys, queries, gates and beta                chunk_gradients.py
     grad_levels                        what pairs add to them under a decay by channel           chunk_levels.py
-
-Launched by chunk_call.py.
 
 Hopper. Triton turns a product of 64 or more rows in a program of four or more warps into wgmma, whose operands are read
 while the program runs on. The ptxas of CUDA 12.x, which Triton 3.4 to 3.7 bring for Hopper, uses registers again before
 they were read, and its addresses go astray: wrong numbers, NaN, or an illegal access, in some shapes and not in others
 (triton-lang/triton 9433, 11366, 11781; NVIDIA's release notes name the repair in CUDA 13.3). So no kernel here has such
-a product: tiles of 32 rows, or two warps. Tests hold the compiled code to that: there is no wgmma in it.
+a product: tiles of 32 rows, two warps, a batch of a warp each, or Gluon's `mma_v2`. Tests hold the compiled code to
+that: there is no wgmma in it.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import torch
 import triton
 from torch import Tensor
 
 from lattn_compile.formats.quantizer import Identity, Quantizer
+from lattn_compile.kernels import chunk_call
 from lattn_compile.kernels.chunk_call import Call
+from lattn_compile.kernels.chunk_fine import FineCall
 from lattn_compile.kernels.chunk_sizes import write
 from lattn_compile.kernels.common.host import on, refused, refused_rounding
 
@@ -72,6 +75,10 @@ def supports(
     return None
 
 
+def _kind(*inputs: Tensor) -> type[Call]:
+    return FineCall if all(x.dtype in chunk_call.LOW for x in inputs) else Call
+
+
 @torch.no_grad()
 def forward(
     q: Tensor,
@@ -97,7 +104,7 @@ def forward(
     if state.numel() == 0 or q.shape[0] == 0:
         return state.clone(memory_format=torch.contiguous_format)
     with on(q.device):
-        call = Call(
+        call = _kind(q, k, v)(
             q, k, v, g, beta, starts, lengths, offsets, rule=rule, scale=scale, qk_l2norm=qk_l2norm,
             chunk_size=chunk_size, quantize=quantize, readout=readout,
         )  # fmt: skip
@@ -142,7 +149,7 @@ def backward(
     out = {n: grads.get(n, torch.empty_like(x)) for n, x in given.items() if x is not None}
     grad_o = v.new_zeros(v.shape) if grad_o is None else grad_o
     with on(q.device):
-        call = Call(
+        call = _kind(q, k, v)(
             q, k, v, g, beta, starts, lengths, offsets, rule=rule, scale=scale, qk_l2norm=qk_l2norm,
             chunk_size=chunk_size, quantize=quantize, readout=readout, backward=True,
         )  # fmt: skip
@@ -152,11 +159,10 @@ def backward(
             before.append(torch.empty_like(before[0]))
             call.advance(call.prepare(skip, read=False), before[-2], before[-1])
         for skip in reversed(call.skips):
-            span = call.prepare(skip, read=False)
+            span = call.prepare(skip, read=False, back=True)
             kept = call.new(span.schedule.blocks, call.value_heads, call.width, call.keys)
             behind = torch.empty_like(before[0])
             call.advance(span, before.pop(), behind, states=kept)
             passed = call.retreat(span, grad_o, dstate, kept, out["dv"])
-            span = dataclasses.replace(span, operands=kept[:0])  # a quarter of the memory
             call.gradients(span, grad_o, (kept, behind), passed, out)
     return dstate

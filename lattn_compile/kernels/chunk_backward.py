@@ -44,7 +44,7 @@ def retreat(
     q, grad_o, operands, whole, source, starts, lengths, offsets, first, count, final, cotangents, scale, skip,
     q_token, q_head, q_channel, o_token, o_head, o_column, H, HV,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
-    DELTA: tl.constexpr, NORM: tl.constexpr, LOW: tl.constexpr, AFTER: tl.constexpr,
+    DELTA: tl.constexpr, NORM: tl.constexpr, AFTER: tl.constexpr,
     CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """Args:
@@ -68,7 +68,6 @@ def retreat(
     m_state = (channel < K)[None, :] & m_v[:, None]
     dS = tl.load(source + state, mask=m_state, other=0.0)
 
-    PARTS: tl.constexpr = 2 if LOW else 3
     p_o = grad_o + start * o_token + i_head * o_head + column[:, None] * o_column
     for back in range(blocks):
         j = blocks - 1 - back
@@ -88,13 +87,13 @@ def retreat(
         p_out = p_o + (base + slot).to(tl.int64)[None, :] * o_token
         D = tl.load(p_out, mask=m_out[None, :] & m_v[:, None], other=0.0)
         tl.store(cotangents + (at * VP + column[:, None]) * BK + channel[None, :], dS)
-        p_block = operands + at * (3 * PARTS * BT * BK) + slot[:, None] * BK + channel[None, :]
+        p_block = operands + at * (9 * BT * BK) + slot[:, None] * BK + channel[None, :]
         w = tl.load(whole + at * BK + channel)[None, :]
-        o_dS = operand(dS, LOW)
-        dS = dS * w + spread_product(operand(D, LOW), load_operand(p_block + QUERY * (PARTS * BT * BK), BT * BK, LOW))
+        o_dS = operand(dS, False)
+        dS = dS * w + spread_product(operand(D, False), load_operand(p_block + QUERY * (3 * BT * BK), BT * BK))
         if DELTA:
-            E = spread_product(o_dS, flipped(load_operand(p_block + OUT * (PARTS * BT * BK), BT * BK, LOW)))
-            dS -= spread_product(operand(E, False), load_operand(p_block + ERASE * (PARTS * BT * BK), BT * BK, LOW))
+            E = spread_product(o_dS, flipped(load_operand(p_block + OUT * (3 * BT * BK), BT * BK)))
+            dS -= spread_product(operand(E, False), load_operand(p_block + ERASE * (3 * BT * BK), BT * BK))
 
     tl.store(final + state, dS, mask=m_state)
 
@@ -128,7 +127,7 @@ def grad_updates(
     grad_o, beta, starts, lengths, offsets, owner, index, reads, solved, operands, cotangents, dv, drhs, skip,
     o_token, o_head, o_column, beta_token, beta_head, dv_token, dv_head, dv_column, HV,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
-    DELTA: tl.constexpr, BETA: tl.constexpr, LOW: tl.constexpr, AFTER: tl.constexpr,
+    DELTA: tl.constexpr, BETA: tl.constexpr, AFTER: tl.constexpr,
     CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """Args:
@@ -148,17 +147,16 @@ def grad_updates(
     token, inside = block_tokens(owner, index, starts, lengths, offsets, block, skip, slot, CHUNK, TOKENS, PER)
     read = reads_inside(owner, index, starts, lengths, offsets, block, skip, slot, inside, AFTER, CHUNK, TOKENS, PER)
     D = load_outputs(grad_o, token, read, o_token, i_head, o_head, first, o_column, V, BS)
-    dU = product(load_reads(reads, at, BT, True, LOW), operand(D, LOW))
-    PARTS: tl.constexpr = 2 if LOW else 3
-    p_out = operands + (at * 3 + OUT) * (PARTS * BT * BK) + slot[:, None] * BK
+    dU = product(load_reads(reads, at, BT, True), operand(D, False))
+    p_out = operands + (at * 3 + OUT) * (3 * BT * BK) + slot[:, None] * BK
     p_state = cotangents + (at * VP + column[:, None]) * BK
     WIDTH: tl.constexpr = min(BK, 32)
     for begin in range(0, BK, WIDTH):
         channel = begin + tl.arange(0, WIDTH)[None, :]
-        o_dS = flipped(operand(tl.load(p_state + channel), LOW))
-        dU += product(load_operand(p_out + channel, BT * BK, LOW), o_dS)
+        o_dS = flipped(operand(tl.load(p_state + channel), False))
+        dU += product(load_operand(p_out + channel, BT * BK), o_dS)
     if DELTA:
-        dU = solved_product(load_solved(solved, at, BT, True, LOW), dU, False)
+        dU = solved_product(load_solved(solved, at, BT, True), dU)
     tl.store(drhs + at * (BT * VP) + slot[:, None] * VP + column[None, :], dU)
     b_beta = load_beta(beta, token, inside, beta_token, i_head, beta_head, BETA)
     p_dv = dv + (token * dv_token + i_head * dv_head)[:, None] + column[None, :] * dv_column
@@ -220,11 +218,11 @@ def grad_pairs(
     strength = tl.where(off, 0.0, strength)
     total = D1
     if DECAY == 1:
-        total = D1 * _reads(reads, at, slot_i[:, None] * BT + slot_j[None, :], BT, LOW)
+        total = D1 * tl.load(reads + place)
     if DELTA:
         b_beta = load_beta(beta, at_i, in_i, beta_token, i_head, beta_head, BETA)
         # Terms of repeated keys alternate in sign: their sums are much smaller than they are.
-        seen = D2 * tl.load(overlaps + place)
+        seen = D2 * tl.load(overlaps + place, mask=strict, other=0.0)
         if DECAY == 1:
             total = total.to(D2.dtype) + seen * b_beta.to(D2.dtype)[:, None]
         strength += tl.sum(seen, 1).to(tl.float32)
@@ -236,7 +234,7 @@ def grad_pairs(
         _store_gates(gates + part, total, slot_i, slot_j, off, TILE)
         g_i = held(tl.load(g + at_i * g_token + i_head * g_head, mask=in_i, other=0.0))
         g_j = held(tl.load(g + at_j * g_token + i_head * g_head, mask=in_j, other=0.0))
-        weight = tile_weights(g_i, g_j, off, TILE, LOW, False)
+        weight = tile_weights(g_i, g_j, off, TILE, False, False)
         D1 *= weight
         D2 = D2 * weight
     tl.store(dreads + place, D1)
@@ -250,17 +248,6 @@ def grad_pairs(
                 tl.store(doverlaps + mirror, tl.zeros([TILE, TILE], tl.float32))
             if BETA:
                 tl.store(strengths + part + slot_j, tl.zeros([TILE], tl.float32))
-
-
-@triton.jit
-def _reads(reads, at, place, BT: tl.constexpr, LOW: tl.constexpr):
-    """Some of a block's `reads` of a decay by head, fp32."""
-    if LOW:
-        p = reads + at * (3 * BT * BT) + place
-        high, middle, low = tl.load(p), tl.load(p + BT * BT), tl.load(p + 2 * BT * BT)
-        return (high.to(tl.float32) + middle.to(tl.float32)) + low.to(tl.float32)
-    else:
-        return tl.load(reads + at * (BT * BT) + place)
 
 
 @triton.jit

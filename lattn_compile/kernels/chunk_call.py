@@ -7,6 +7,7 @@ on the device only, so spans are counted from shapes, and those beyond a sequenc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -20,25 +21,17 @@ from lattn_compile.kernels.chunk_gradients import deliver, grad_keys, grad_lines
 from lattn_compile.kernels.chunk_levels import grad_levels
 from lattn_compile.kernels.chunk_operands import key_operands, value_operands
 from lattn_compile.kernels.chunk_pairs import pairs_across, pairs_channel, pairs_head
-from lattn_compile.kernels.chunk_sizes import shared_memory, write
+from lattn_compile.kernels.chunk_sizes import write
 from lattn_compile.kernels.chunk_solve import solve
-from lattn_compile.kernels.chunk_walk import FACTORS, row_factors, walk
-from lattn_compile.kernels.chunk_walk_back import walk_back
 from lattn_compile.kernels.common.launch import launched
 
-__all__ = ["Call", "Span"]
+__all__ = ["LOW", "Call", "Span", "strides"]
 
 LOW = (torch.bfloat16,)
-"""Inputs that go into products as they are, and of which other operands keep 16 bits instead of 24 under a decay by
-channel. There, one repeated key with beta = 1.9 makes 4e-5 of what is lost, in a float32 state where the reference is
-right to 5e-7: more than semantics §8 allows. fp16 is finer than that."""
+"""Inputs that go into products as they are, see `chunk_fine.py`. fp16 is finer than that."""
 
 _ROWS = 32
 """Of a product: 64 would be one of Hopper's asynchronous ones, see `chunk.py`."""
-
-COLUMNS = 16
-"""Of v in a program of `walk`: two of them share a multiprocessor, and one computes while the other waits. Where a
-state is rounded in wider tiles, and in `advance`, which loads more, twice as many, with twice the warps."""
 
 _CORNER = 16
 """Tokens of the smallest tile."""
@@ -56,12 +49,9 @@ LEAST_SPAN = 8
 """Blocks of a sequence: a state is kept for every span."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
-    """Some blocks of every sequence, and what the forward's kernels make of them; shapes as in those.
-
-    Where keys and queries go into products as they are there are factors, otherwise operands.
-    """
+    """Some blocks of every sequence, and what the forward's kernels make of them; shapes as in those."""
 
     schedule: Schedule
     skip: int
@@ -69,7 +59,6 @@ class Span:
     reads: Tensor
     overlaps: Tensor | None
     solved: Tensor | None
-    factors: Tensor | None
     operands: Tensor | None
     whole: Tensor | None
     updates: Tensor | None
@@ -113,22 +102,17 @@ class Call:
             self.offsets = offsets.contiguous()
         self.decay = 0 if g is None else g.dim() - 1
         self.delta = rule == "delta"
-        self.plain = self.low and self.decay < 2
         self.cut = cut(tokens, grid)
         self.keys = max(16, triton.next_power_of_2(key_dim))
         self.write = write(quantize, key_dim, value_dim, self.keys)
         self.after = readout == "after_write" and bool(self.write["FORMAT"])
-        wide = not self.plain or self.write["BLOCK_V"] > COLUMNS
-        self.columns = max(16, min(_ROWS if wide else COLUMNS, triton.next_power_of_2(value_dim)))
-        self.pieces = max(1, self.write["BLOCK_V"] // self.columns)
-        # A multiple of what other programs take at a time, too.
-        unit = max(self.pieces * self.columns, min(_ROWS, max(16, triton.next_power_of_2(value_dim))))
-        self.width = triton.cdiv(value_dim, unit) * unit
+        self._sizes(value_dim)
         self.tile = min(_ROWS, self.cut.size)
         self.tiles = 1 if self.tile == self.cut.size else 3
         self.slice, self.value_slice = min(32, self.keys), min(32, self.width)
         self.blocks = {"BT": self.cut.size, **self.cut.constants()}
-        self.kind = {"DELTA": self.delta, "LOW": self.low, **self.blocks}
+        self.kind = {"DELTA": self.delta, **self.blocks}
+        self.parts = {"LOW": self.low}
         self.norm = {"NORM": qk_l2norm}
         self.key = {"K": key_dim, "BK": self.keys}
         self.value = {"V": value_dim, "VP": self.width}
@@ -138,22 +122,31 @@ class Call:
         longest = self.cut.bound(tokens, 1, on_line=on_line)
         self.skips = list(range(0, longest, self.span))
 
-    def _span(self, backward: bool) -> int:
-        """Blocks of a sequence in a span."""
-        size, parts, exact = self.cut.size, 2 if self.low else 3, 4 if self.low else 8
+    def _sizes(self, value_dim: int) -> None:
+        """Columns of v: of a program of `advance`, in how many pieces, and of all."""
+        self.columns = max(16, min(_ROWS, triton.next_power_of_2(value_dim)))
+        self.pieces = max(1, self.write["BLOCK_V"] // self.columns)
+        # A multiple of what other programs take at a time, too.
+        unit = max(self.pieces * self.columns, min(_ROWS, max(16, triton.next_power_of_2(value_dim))))
+        self.width = triton.cdiv(value_dim, unit) * unit
+
+    def _needs(self, backward: bool) -> int:
+        """Bytes between kernels of a block and value head."""
+        size = self.cut.size
         values, states, pairs = 4 * size * self.width, 4 * self.keys * self.width, 4 * size * size
-        operands, keys = 6 * parts * size * self.keys, 4 * size * self.keys
-        matrices = 6 * size * size if self.plain else pairs
+        operands, keys = 18 * size * self.keys, 4 * size * self.keys
+        matrices = pairs
         if self.delta:
-            matrices += (exact + (6 if self.low else exact)) * size * size
+            matrices += 16 * size * size
         if backward:
             # Operands are let go when the gradients of keys are made.
             later = 2 * keys + 2 * pairs + (keys if self.decay == 2 else 0)
-            needs = matrices + 2 * values + 2 * states + (later if self.plain else max(operands, later))
-        elif self.plain:
-            needs = matrices
-        else:
-            needs = matrices + 2 * values + operands
+            return matrices + 2 * values + 2 * states + max(operands, later)
+        return matrices + 2 * values + operands
+
+    def _span(self, backward: bool) -> int:
+        """Blocks of a sequence in a span."""
+        needs = self._needs(backward)
         given = sum(x.nbytes for x in (self.q, self.k, self.v, self.v, self.g, self.beta) if x is not None)
         budget = max(LEAST_BUDGET if backward else 4 * LEAST_BUDGET, GIVEN * given)
         least = budget // (needs * self.value_heads)
@@ -164,15 +157,13 @@ class Call:
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.q.new_empty(shape, dtype=dtype or torch.float32)
 
-    def prepare(self, skip: int, *, read: bool) -> Span:
-        """What a span's blocks need besides the state; `read`: for outputs too."""
+    def prepare(self, skip: int, *, read: bool, back: bool = False) -> Any:
+        """What a span's blocks need besides the state; `read`: for outputs too, `back`: for gradients."""
         placed = schedule(self.lengths, self.offsets, self.cut, self.bound, skip, self.span)
         size, blocks, heads = self.cut.size, placed.blocks, self.value_heads
         norms, strengths = self.new(blocks, self.key_heads, 2, size), self.new(blocks, heads, size)
-        square, exact = (size, size), torch.float32 if self.low else torch.float64
-        parts = 3 if self.plain else 2
-        reads = self.new(blocks, heads, *((parts, *square) if self.low else square), dtype=PART if self.low else None)
-        overlaps = self.new(blocks, heads, *square, dtype=exact) if self.delta else None
+        reads = self.new(blocks, heads, size, size)
+        overlaps = self.new(blocks, heads, size, size, dtype=torch.float64) if self.delta else None
         solved = None
         where = (self.starts, self.lengths, self.offsets, placed.owner, placed.index)
         qk = (*self.q.stride(), *self.k.stride())
@@ -182,7 +173,7 @@ class Call:
             tile = min(_CORNER, size)
             launched(pairs_channel)[(blocks * heads * (size // tile),)](
                 self.q, self.k, self.g, self.beta, *where, norms, strengths, reads, overlaps, self.scale, skip, *qk,
-                *of_g, *_strides(self.beta, 2), self.key_heads, heads, BS=self.slice, TILE=tile,
+                *of_g, *strides(self.beta, 2), self.key_heads, heads, BS=self.slice, TILE=tile,
                 **self.key, **self.kind, **self.norm, **self.strength, num_warps=1, num_stages=1,
             )  # fmt: skip
             while tile < size:
@@ -194,42 +185,32 @@ class Call:
         else:
             launched(pairs_head)[(blocks * self.key_heads * self.tiles,)](
                 self.q, self.k, self.g, self.beta, *where, norms, strengths, reads, overlaps, self.scale, skip, *qk,
-                *_strides(self.g, 2), *_strides(self.beta, 2), self.key_heads, heads, BS=self.slice, TILE=self.tile,
+                *strides(self.g, 2), *strides(self.beta, 2), self.key_heads, heads, BS=self.slice, TILE=self.tile,
                 DECAY=self.decay, **self.key, **self.kind, **self.norm, **self.strength, num_warps=4, num_stages=1,
             )  # fmt: skip
-        if self.delta:
-            solved = self.new(blocks, heads, *((3, *square) if self.low else square), dtype=PART if self.low else exact)
+        if overlaps is not None:
+            solved = self.new(*overlaps.shape, dtype=torch.float64)
             launched(solve)[(blocks * heads,)](
-                placed.owner, strengths, overlaps, solved, heads, BT=size, LOW=self.low, num_warps=2, num_stages=1
+                placed.owner, strengths, overlaps, solved, heads, BT=size, num_warps=2, num_stages=1
             )  # fmt: skip
-        updates = None
-        if self.plain:
-            factors = self.new(blocks, heads, FACTORS, size)
-            launched(row_factors)[(blocks * heads,)](
-                self.g, *where, norms, strengths, factors, skip, *_strides(self.g, 2), self.key_heads, heads,
-                DECAY=self.decay, **self.blocks, num_warps=1, num_stages=1,
-            )  # fmt: skip
-            if not read:
-                updates = self.new(blocks, heads, size, self.width)
-            return Span(placed, skip, norms, reads, overlaps, solved, factors, None, None, updates, None)
-        operands = self.new(blocks, heads, 3, 2 if self.low else 3, size, self.keys, dtype=PART)
+        operands = self.new(blocks, heads, 3, 3, size, self.keys, dtype=PART)
         whole = self.new(blocks, heads, self.keys)
         updates = self.new(blocks, heads, size, self.width)
         launched(key_operands)[(blocks * heads * (self.keys // self.slice),)](
             self.q, self.k, self.g, self.beta, *where, norms, reads, solved, operands, whole, skip, *qk,
-            *_strides(self.g, 3), *_strides(self.beta, 2), self.key_heads, heads, BS=self.slice, DECAY=self.decay,
+            *strides(self.g, 3), *strides(self.beta, 2), self.key_heads, heads, BS=self.slice, DECAY=self.decay,
             **self.key, **self.kind, **self.strength, num_warps=2, num_stages=1,
         )  # fmt: skip
         outputs = self.new(*updates.shape) if read else None
         launched(value_operands)[(blocks * heads * (self.width // self.value_slice),)](
             self.v, self.beta, *where, reads, solved, updates, outputs, skip, *self.v.stride(),
-            *_strides(self.beta, 2), heads, BS=self.value_slice, READ=read, **self.value, **self.kind,
+            *strides(self.beta, 2), heads, BS=self.value_slice, READ=read, **self.value, **self.kind,
             **self.strength, num_warps=2, num_stages=1,
         )  # fmt: skip
-        return Span(placed, skip, norms, reads, overlaps, solved, None, operands, whole, updates, outputs)
+        return Span(placed, skip, norms, reads, overlaps, solved, operands, whole, updates, outputs)
 
     def advance(
-        self, span: Span, source: Tensor, final: Tensor, *, o: Tensor | None = None, states: Tensor | None = None
+        self, span: Any, source: Tensor, final: Tensor, *, o: Tensor | None = None, states: Tensor | None = None
     ) -> None:
         """Takes the states `source` through a span to `final`, maybe itself."""
         placed = span.schedule
@@ -239,26 +220,17 @@ class Call:
             "BV": self.columns, "PIECES": self.pieces, "AFTER": self.after, "READ": o is not None,
             "KEEP": states is not None, **self.key, **self.value, **self.blocks, **self.norm, **self.write,
         }  # fmt: skip
-        if self.plain:
-            launched(walk)[grid](
-                self.q, self.k, self.v, span.reads, span.solved, span.factors, *where, span.updates, self.scale,
-                span.skip, *self.q.stride(), *self.k.stride(), *self.v.stride(), *_strides(o, 3), self.key_heads,
-                self.value_heads, DELTA=self.delta, **options, **self._sequential(),
-            )  # fmt: skip
-            return
         launched(advance)[grid](
             self.q, span.operands, span.updates, span.outputs, span.whole, *where, self.scale, span.skip,
-            *self.q.stride(), *_strides(o, 3), self.key_heads, self.value_heads, DELTA=self.delta, LOW=self.low,
+            *self.q.stride(), *strides(o, 3), self.key_heads, self.value_heads, DELTA=self.delta,
             **options, **self._sequential(),
         )  # fmt: skip
 
     def _sequential(self) -> dict[str, int]:
-        """Of the loops over blocks: two stages where shared memory holds a block's operands while they are loaded."""
-        needs = 3 * 2 * self.cut.size * self.keys * 2 + 32 * 1024
-        ahead = self.low and self.keys <= 128 and needs <= shared_memory(self.q.device)
-        return {"num_warps": 8 if self.keys >= 64 and self.columns > 16 else 4, "num_stages": 2 if ahead else 1}
+        """Of the loops over blocks."""
+        return {"num_warps": 8 if self.keys >= 64 and self.columns > 16 else 4, "num_stages": 1}
 
-    def retreat(self, span: Span, grad_o: Tensor, dstate: Tensor, kept: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    def retreat(self, span: Any, grad_o: Tensor, dstate: Tensor, kept: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """Takes the gradient of the states back through a span, in place, and writes its tokens' of v.
 
         Args:
@@ -271,15 +243,6 @@ class Call:
         where = (self.starts, self.lengths, self.offsets, placed.owner, placed.index)
         cotangents = self.new(*kept.shape)
         drhs = self.new(placed.blocks, heads, self.cut.size, self.width)
-        if self.plain:
-            launched(walk_back)[(self.width // self.columns * heads * self.sequences,)](
-                self.q, self.k, grad_o, span.reads, span.solved, span.factors, dstate, self.starts, self.lengths,
-                self.offsets, placed.first, placed.count, dstate, cotangents, drhs, dv, self.scale, skip,
-                *self.q.stride(), *self.k.stride(), *grad_o.stride(), *dv.stride(), self.key_heads, heads,
-                BV=self.columns, DELTA=self.delta, AFTER=self.after, **self.key, **self.value, **self.blocks,
-                **self.norm, **self._sequential(),
-            )  # fmt: skip
-            return cotangents, drhs
         launched(retreat)[(self.width // self.columns * heads * self.sequences,)](
             self.q, grad_o, span.operands, span.whole, dstate, self.starts, self.lengths, self.offsets, placed.first,
             placed.count, dstate, cotangents, self.scale, skip, *self.q.stride(), *grad_o.stride(), self.key_heads,
@@ -288,14 +251,15 @@ class Call:
         )  # fmt: skip
         launched(grad_updates)[(placed.blocks * heads * (self.width // self.value_slice),)](
             grad_o, self.beta, *where, span.reads, span.solved, span.operands, cotangents, dv, drhs, skip,
-            *grad_o.stride(), *_strides(self.beta, 2), *dv.stride(), heads, BS=self.value_slice, AFTER=self.after,
+            *grad_o.stride(), *strides(self.beta, 2), *dv.stride(), heads, BS=self.value_slice, AFTER=self.after,
             **self.key, **self.value, **self.kind, **self.strength, num_warps=2, num_stages=1,
         )  # fmt: skip
+        span.operands = None  # a quarter of the memory
         return cotangents, drhs
 
     def gradients(
         self,
-        span: Span,
+        span: Any,
         grad_o: Tensor,
         states: tuple[Tensor, Tensor],
         passed: tuple[Tensor, Tensor],
@@ -304,22 +268,22 @@ class Call:
         """Writes a span's gradients of q, k, g and beta.
 
         Args:
-            span: its operands are not needed. states: those before every block, and those behind the span.
+            span: its operands are gone. states: those before every block, and those behind the span.
             passed: of `retreat`.
         """
         (kept, final), (cotangents, drhs) = states, passed
         placed, size, heads, skip = span.schedule, self.cut.size, self.value_heads, span.skip
         blocks = placed.blocks
         where = (self.starts, self.lengths, self.offsets, placed.owner, placed.index)
-        qk, of_beta, of_g = (*self.q.stride(), *self.k.stride()), _strides(self.beta, 2), _strides(self.g, 3)
+        qk, of_beta, of_g = (*self.q.stride(), *self.k.stride()), strides(self.beta, 2), strides(self.g, 3)
         after = {"AFTER": self.after}
-        dreads = self.new(*span.reads.shape)
-        doverlaps = self.new(*span.reads.shape) if self.delta else None
+        dreads = self.new(blocks, heads, size, size)
+        doverlaps = self.new(blocks, heads, size, size) if self.delta else None
         strengths, gates = (self.new(blocks, heads, 2, size) for _ in range(2))
         launched(grad_pairs)[(blocks * heads * self.tiles,)](
             grad_o, self.v, self.g, self.beta, *where, span.reads, span.overlaps, span.updates, drhs, dreads,
             doverlaps, strengths, gates, skip, *grad_o.stride(), *self.v.stride(), *of_g[:2], *of_beta, heads,
-            BS=self.value_slice, TILE=self.tile, DECAY=self.decay, **after, **self.value, **self.kind,
+            BS=self.value_slice, TILE=self.tile, DECAY=self.decay, **after, **self.value, **self.kind, **self.parts,
             **self.strength, num_warps=2, num_stages=1,
         )  # fmt: skip
         dkeys = self.new(blocks, heads, 2, size, self.keys)
@@ -330,14 +294,14 @@ class Call:
             self.q, self.k, self.g, self.beta, grad_o, *where, span.norms, kept, cotangents, span.updates, drhs,
             dreads, doverlaps, span.whole, dkeys, dgates, rows, skip, *qk, *of_g, *of_beta, *grad_o.stride(),
             self.key_heads, heads, BS=self.slice, VS=16, DECAY=self.decay, **after, **self.key,
-            **self.value, **self.kind, **self.strength, num_warps=2, num_stages=1,
+            **self.value, **self.kind, **self.parts, **self.strength, num_warps=2, num_stages=1,
         )  # fmt: skip
         dg, dbeta = grads.get("dg"), grads.get("dbeta")
         if self.decay == 2 and self.g is not None and dg is not None:
             launched(grad_levels)[(blocks * heads * slices,)](
                 self.q, self.k, self.g, *where, span.norms, dreads, doverlaps, dkeys, dgates, dg, skip, *qk, *of_g,
                 *dg.stride(), self.key_heads, heads, BS=self.slice, TILE=min(_CORNER, size), **self.key, **self.kind,
-                num_warps=2, num_stages=1,
+                **self.parts, num_warps=2, num_stages=1,
             )  # fmt: skip
         if self.after:
             launched(grad_lines)[(blocks * heads,)](
@@ -347,13 +311,13 @@ class Call:
         dq, dk = grads["dq"], grads["dk"]
         launched(deliver)[(blocks * self.key_heads,)](
             self.q, self.k, *where, span.norms, dkeys, rows, strengths, gates, dq, dk, dg, dbeta, skip, *qk,
-            *dq.stride(), *dk.stride(), *_strides(dg, 3)[:2], *_strides(dbeta, 2), self.key_heads, heads,
+            *dq.stride(), *dk.stride(), *strides(dg, 3)[:2], *strides(dbeta, 2), self.key_heads, heads,
             BS=self.slice, TILE=self.tile, SLICES=slices, DELTA=self.delta, DECAY=self.decay, **self.key,
             **self.strength, **self.norm, **self.blocks, num_warps=4, num_stages=1,
         )  # fmt: skip
 
 
-def _strides(x: Tensor | None, count: int) -> tuple[int, ...]:
+def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
     """The first `count` strides: zeros for what is not there, or has fewer."""
     strides = () if x is None else x.stride()
     return (*strides, *(0,) * count)[:count]

@@ -29,7 +29,7 @@ def advance(
     q, operands, updates, outputs, whole, source, starts, lengths, offsets, first, count, o, final, states, scale, skip,
     q_token, q_head, q_channel, o_token, o_head, o_column, H, HV,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
-    DELTA: tl.constexpr, NORM: tl.constexpr, LOW: tl.constexpr,
+    DELTA: tl.constexpr, NORM: tl.constexpr,
     CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
     FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, AFTER: tl.constexpr,
     READ: tl.constexpr, KEEP: tl.constexpr, PIECES: tl.constexpr,
@@ -54,7 +54,6 @@ def advance(
 
     channel, slot, column = tl.arange(0, BK), tl.arange(0, BT), i_v * (PIECES * BV) + tl.arange(0, BV)
     p_state = (i_seq.to(tl.int64) * HV + i_head) * (K * V) + channel[None, :] * V + column[:, None]
-    PARTS: tl.constexpr = 2 if LOW else 3
     at = block.to(tl.int64) * HV + i_head
     p_o = o
     if READ:
@@ -73,7 +72,7 @@ def advance(
             next_out = next_out + (tl.load(outputs + (value + i * BV), mask=some, other=0.0),)
     for j in range(blocks):
         base, low, high, line = extent(j + skip, lead, length, CHUNK, TOKENS, PER)
-        p_block = operands + at * (3 * PARTS * BT * BK) + slot[:, None] * BK + channel[None, :]
+        p_block = operands + at * (9 * BT * BK) + slot[:, None] * BK + channel[None, :]
         value = at * (BT * VP) + slot[None, :] * VP + column[:, None]
         following = value + tl.where(j + 1 < blocks, HV, 0).to(tl.int64) * (BT * VP)
         w = tl.load(whole + at * BK + channel)[None, :]
@@ -82,10 +81,10 @@ def advance(
             m_out &= (slot != high - 1) | (not line)
         o_erase, o_query = (), ()
         if DELTA:
-            o_erase = flipped(load_operand(p_block + ERASE * (PARTS * BT * BK), BT * BK, LOW))
+            o_erase = flipped(load_operand(p_block + ERASE * (3 * BT * BK), BT * BK))
         if READ:
-            o_query = flipped(load_operand(p_block + QUERY * (PARTS * BT * BK), BT * BK, LOW))
-        o_out = load_operand(p_block + OUT * (PARTS * BT * BK), BT * BK, LOW)
+            o_query = flipped(load_operand(p_block + QUERY * (3 * BT * BK), BT * BK))
+        o_out = load_operand(p_block + OUT * (3 * BT * BK), BT * BK)
         rest = S
         coming_U, coming_out = next_U, next_out
         S = ()
@@ -97,7 +96,7 @@ def advance(
             if KEEP:
                 p_kept = states + (at * VP + (column + i * BV)[:, None]) * BK + channel[None, :]
                 tl.store(p_kept, rest[i])
-            o_S = operand(rest[i], LOW)
+            o_S = operand(rest[i], False)
             if DELTA:
                 U -= spread_product(o_S, o_erase)
                 if KEEP:

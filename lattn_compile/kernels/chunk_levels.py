@@ -24,39 +24,41 @@ from lattn_compile.kernels.chunk_math import (
 )
 from lattn_compile.kernels.chunk_pairs import halves
 
-__all__ = ["grad_levels"]
+__all__ = ["grad_levels", "level"]
 
 
 @triton.jit
-def _back(half, x, TILE: tl.constexpr, LOW: tl.constexpr):
-    """`halves(half)^T @ x`: from exponents of tokens to the gates that they are sums of."""
+def _back(x, HALF: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
+    """`halves(HALF)^T @ x`: from exponents of tokens to the gates that they are sums of."""
     i, j = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
-    later = j // half % 2 == 1
-    which = ((i // half == j // half) & (later == (i <= j))).to(tl.float32)
+    later = j // HALF % 2 == 1
+    which = ((i // HALF == j // HALF) & (later == (i <= j))).to(tl.float32)
     return product(exact_operand(which), operand(x, LOW))
 
 
 @triton.jit
-def _level(D1, D2, D1_flip, D2_flip, k, q, g, half, TILE: tl.constexpr, DELTA: tl.constexpr, LOW: tl.constexpr):
-    """Of the pairs that the middle of 2 `half` tokens parts: additions to a tile's gradients of q, k and g."""
+def level(
+    dq, dk, total, D1, D2, D1_flip, D2_flip, k, q, g,
+    HALF: tl.constexpr, TILE: tl.constexpr, DELTA: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """Adds to a tile's gradients of q, k and g those of the pairs that the middle of 2 HALF tokens parts."""
     row, column = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
-    weight = gate_exp(summed(halves(half, TILE), g, LOW, False), LOW)
-    parted = (row // half == column // half + 1) & (row // half % 2 == 1)
-    parted_flip = (column // half == row // half + 1) & (column // half % 2 == 1)
+    weight = gate_exp(summed(halves(HALF, TILE), g, LOW, False), LOW)
+    parted = (row // HALF == column // HALF + 1) & (row // HALF % 2 == 1)
+    parted_flip = (column // HALF == row // HALF + 1) & (column // HALF % 2 == 1)
     o_k, o_q = operand(k * weight, LOW), operand(q * weight, LOW)
     # Of the later half's rows, weighted from the middle; and of the earlier half's, to the middle.
     dlate = product(operand(tl.where(parted, D1, 0.0), LOW), o_k)
     dearly = product(operand(tl.where(parted_flip, D1_flip, 0.0), LOW), o_q)
     exponent = dlate * q
-    dq = dlate * weight
-    dk = tl.zeros(k.shape, tl.float32)
+    dq += dlate * weight
     if DELTA:
         dlate = product(operand(tl.where(parted, D2, 0.0), LOW), o_k)
         dearly += product(operand(tl.where(parted_flip, D2_flip, 0.0), LOW), o_k)
         exponent += dlate * k
-        dk = dlate * weight
+        dk += dlate * weight
     dk += dearly * weight
-    return dq, dk, _back(half, (exponent + dearly * k) * weight, TILE, LOW)
+    return dq, dk, total + _back((exponent + dearly * k) * weight, HALF, TILE, LOW)
 
 
 @triton.jit
@@ -117,7 +119,7 @@ def grad_levels(
     """Adds to `dkeys` and `dgates` (of `grad_keys`), and writes g's gradients to `dg`.
 
     Args:
-        dreads, doverlaps: of `grad_pairs`. TILE: at most 16 tokens.
+        dreads, doverlaps: of `grad_pairs`. TILE: 16 tokens.
 
     Grid: (NB * HV * BK / BS,).
     """
@@ -154,13 +156,10 @@ def grad_levels(
         place = slot[:, None] * BK
         dq, dk = tl.load(p_keys + place) + own * b_k, tl.load(p_keys + BT * BK + place) + own * b_q
         total = tl.load(p_gates + place)
-        half = TILE // 2
-        while half > 0:
-            more_q, more_k, more = _level(D1, D2, D1_flip, D2_flip, b_k, b_q, b_g, half, TILE, DELTA, LOW)
-            dq += more_q
-            dk += more_k
-            total += more
-            half = half // 2
+        for step in tl.static_range(4):
+            dq, dk, total = level(
+                dq, dk, total, D1, D2, D1_flip, D2_flip, b_k, b_q, b_g, TILE >> (step + 1), TILE, DELTA, LOW
+            )
         tl.store(p_keys + place, dq)
         tl.store(p_keys + BT * BK + place, dk)
         tl.store(p_gates + place, total)

@@ -1,13 +1,20 @@
 """Inside a program of the chunk kernels: products to a wanted precision, sums of gates, loads of a block's rows.
 
-An operand of a product is a tuple of bf16 tensors that add up to it: of what came as bf16 that tensor, of an fp32
-number two that hold 16 of its bits where inputs are bf16 (`LOW`), else three with all 24. So a product of bf16 inputs
-is exact but for its sum in fp32, and any other one to 2^-16 or 2^-24. One bf16 tensor for every operand, as is common,
-puts the state off by 2e-3, and by 5e-2 for one repeated key with beta = 1.9; two by 4e-6, and there by 4e-5, since
-what alternates in sign, and so cancels, keeps 24 bits: the inverse, updates and their gradients.
+An operand of a product is a tuple of tensors that add up to it. There are two kinds.
 
-Where inputs are not bf16, the delta rule's matrix `A`, the inverse of `I + A` and products with it are float64: in fp32
-their rounding errors are amplified by the norm of the inverse (`reference/wy.py`).
+fine_parts: two fp16 tensors with 22 bits of an fp32 number that was brought into fp16's range, one of a bf16 number,
+which it holds exactly. The way through the state of bf16 inputs is made of these. Two cost as many products as bf16's
+16 bits and a third less than bf16's 24. A column of the state is brought there as a whole: what lies below 2^-14 of its
+largest channel loses bits, down to 2^-25 of that one, so that an output that reads nothing but a channel of 2^-16 of
+the largest is off by 3e-3.
+
+operand: bf16 tensors: of what came as bf16 that tensor, of an fp32 number two that hold 16 of its bits where inputs are
+bf16 (`LOW`), else three with all 24. They need no range. One for every operand, as is common, puts the state off by
+2e-3, and by 5e-2 for one repeated key with beta = 1.9; two by 4e-6, and there by 4e-5.
+
+The delta rule's matrix `A` and the inverse of `I + A` are float64, and where inputs are not bf16 products with it too:
+in fp32 their rounding errors are amplified by the norm of the inverse (`reference/wy.py`). With bf16 inputs and a decay
+by channel `A` is a sum in fp32 before it is taken for float64.
 
 No product may have 64 rows in a program of four or more warps, and none takes a transposed product as it is: see
 "Hopper" in `chunk.py`.
@@ -25,30 +32,37 @@ from triton.language.target_info import is_hip
 
 from lattn_compile.kernels.chunk_blocks import extent
 from lattn_compile.kernels.common.inputs import exp as exact_exp
+from lattn_compile.kernels.common.inputs import no_less, no_more
 
 __all__ = [
     "after_sum",
     "block_tokens",
     "channel_weight",
+    "common_power",
     "exact_operand",
+    "fine_parts",
+    "fine_product",
+    "fine_weight",
     "flipped",
     "gate_exp",
+    "half",
     "held",
     "load_beta",
     "load_matrix",
     "load_operand",
-    "load_parts",
     "load_reads",
     "load_rows",
     "load_solved",
     "operand",
+    "power_of_two",
     "product",
     "row_weights",
+    "short_parts",
+    "short_product",
     "solved_product",
     "split_sum",
     "spread_product",
     "store_operand",
-    "store_parts",
     "summed",
 ]
 
@@ -65,6 +79,87 @@ def _pairs(x):
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
         )
+
+
+@triton.jit
+def half(x):
+    """fp32 `x` to fp16; as `_pairs`."""
+    if is_hip():
+        return x.to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def fine_parts(x):
+    """fp32 `x` as two fp16 tensors that hold 24 bits of it, where it is between 2^-14 and 2^15, and 2^-25 below."""
+    high = half(x)
+    return high, half(x - high.to(tl.float32))
+
+
+@triton.jit
+def _short(x):
+    """fp32 `x` to eight bits, fp32."""
+    return ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def short_parts(x):
+    """fp32 `x` as three fp16 tensors of 8, 8 and 11 bits, in the range of `fine_parts`.
+
+    Products of the first two parts have sixteen bits, so that their sum in fp32 is all but exact. An inverse needs
+    that: what it makes of a repeated key is a small sum of large numbers. NaN and infinity come through as the NaN of
+    `rest - middle`, whatever `_short` makes of their bits.
+    """
+    high = _short(x)
+    rest = x - high
+    middle = _short(rest)
+    return half(high), half(middle), half(rest - middle)
+
+
+@triton.jit
+def short_product(a, b):
+    """`a @ b` of operands of `short_parts`, fp32, each order of terms summed apart."""
+    low = tl.dot(a[2], b[0])
+    low = tl.dot(a[0], b[2], low)
+    low = tl.dot(a[1], b[1], low)
+    middle = tl.dot(a[1], b[0])
+    middle = tl.dot(a[0], b[1], middle)
+    return tl.dot(a[0], b[0]) + (middle + low)
+
+
+@triton.jit
+def fine_product(a, b, out):
+    """`out + a @ b` of operands of one or two fp16 parts, fp32; the smallest terms first."""
+    if len(a) == 2:
+        out = tl.dot(a[1], b[0], out)
+    if len(b) == 2:
+        out = tl.dot(a[0], b[1], out)
+    return tl.dot(a[0], b[0], out)
+
+
+@triton.jit
+def power_of_two(x):
+    """The largest power of two that is not above `x >= 0`, kept within 2^-120 and 2^120, and its reciprocal."""
+    bits = tl.minimum(tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 7 << 23), 247 << 23)
+    return bits.to(tl.float32, bitcast=True), ((254 << 23) - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def common_power(x):
+    """`power_of_two` of what a block's rows have in common, within 2^-60 and 2^60, and 1 of what is all but 0: so the
+    state keeps its range over a block whose keys are zero."""
+    x = tl.where(x < 2.0**-60, 1.0, tl.minimum(x, 2.0**60))
+    return power_of_two(x)
+
+
+@triton.jit
+def fine_weight(which, g):
+    """`exp(which @ g)`, which of zeros and ones, held gates `[slots, channels]`: gates keep 22 bits."""
+    total = fine_product((which.to(tl.float16),), fine_parts(g), tl.zeros([which.shape[0], g.shape[1]], tl.float32))
+    return tl.exp(no_more(total, 0.0))
 
 
 @triton.jit
@@ -128,29 +223,23 @@ def spread_product(a, b):
 
 
 @triton.jit
-def solved_product(X, b, LOW: tl.constexpr):
-    """`X @ b`, fp32, of an inverse: in its dtype, or with all its bits. Rows of an inverse cancel in a product."""
-    if X.dtype == tl.float64:
-        return tl.dot(X, b.to(tl.float32).to(tl.float64), out_dtype=tl.float64).to(tl.float32)
-    else:
-        return product(operand(X, False), operand(b, LOW))
+def solved_product(X, b):
+    """`X @ b` in float64, fp32, of an inverse. Its rows cancel in a product."""
+    return tl.dot(X, b.to(tl.float32).to(tl.float64), out_dtype=tl.float64).to(tl.float32)
 
 
 @triton.jit
-def store_operand(p, x, NEXT: tl.constexpr, LOW: tl.constexpr):
-    """Stores fp32 `x` at the pointers `p` as an operand, whose parts lie NEXT apart."""
-    parts = operand(x, LOW)
-    for i in tl.static_range(len(parts)):
+def store_operand(p, x, NEXT: tl.constexpr):
+    """Stores fp32 `x` at the pointers `p` as an operand of three parts, which lie NEXT apart."""
+    parts = operand(x, False)
+    for i in tl.static_range(3):
         tl.store(p + i * NEXT, parts[i])
 
 
 @triton.jit
-def load_operand(p, NEXT: tl.constexpr, LOW: tl.constexpr):
+def load_operand(p, NEXT: tl.constexpr):
     """What `store_operand` stored."""
-    if LOW:
-        return tl.load(p), tl.load(p + NEXT)
-    else:
-        return tl.load(p), tl.load(p + NEXT), tl.load(p + 2 * NEXT)
+    return tl.load(p), tl.load(p + NEXT), tl.load(p + 2 * NEXT)
 
 
 @triton.jit
@@ -164,39 +253,15 @@ def load_matrix(p, BT: tl.constexpr, FLIP: tl.constexpr):
 
 
 @triton.jit
-def load_parts(p, BT: tl.constexpr, PARTS: tl.constexpr, FLIP: tl.constexpr):
-    """A `[BT, BT]` operand of PARTS parts at `p`, or its transpose."""
-    out = ()
-    for i in tl.static_range(PARTS):
-        out = out + (load_matrix(p + i * (BT * BT), BT, FLIP),)
-    return out
+def load_reads(p, block, BT: tl.constexpr, FLIP: tl.constexpr):
+    """`reads` of a block and head, or their transpose, as an operand of three parts."""
+    return operand(load_matrix(p + block * (BT * BT), BT, FLIP), False)
 
 
 @triton.jit
-def store_parts(p, x, mask, BT: tl.constexpr, LOW: tl.constexpr):
-    """Stores `x` at pointers `p` into a `[BT, BT]` operand, in two parts if LOW, else three."""
-    parts = operand(x, LOW)
-    for i in tl.static_range(len(parts)):
-        tl.store(p + i * (BT * BT), parts[i], mask=mask)
-
-
-@triton.jit
-def load_reads(p, block, BT: tl.constexpr, FLIP: tl.constexpr, LOW: tl.constexpr):
-    """`reads` of a block and head, of a decay by channel if LOW, or their transpose, as an operand."""
-    if LOW:
-        return load_parts(p + block * (2 * BT * BT), BT, 2, FLIP)
-    else:
-        return operand(load_matrix(p + block * (BT * BT), BT, FLIP), False)
-
-
-@triton.jit
-def load_solved(p, block, BT: tl.constexpr, FLIP: tl.constexpr, LOW: tl.constexpr):
-    """An inverse of `chunk_solve.py`, or its transpose: fp32 if LOW, else float64."""
-    if LOW:
-        high, middle, low = load_parts(p + block * (3 * BT * BT), BT, 3, FLIP)
-        return (high.to(tl.float32) + middle.to(tl.float32)) + low.to(tl.float32)
-    else:
-        return load_matrix(p + block * (BT * BT), BT, FLIP)
+def load_solved(p, block, BT: tl.constexpr, FLIP: tl.constexpr):
+    """An inverse of `chunk_solve.py`, or its transpose, float64."""
+    return load_matrix(p + block * (BT * BT), BT, FLIP)
 
 
 @triton.jit
@@ -231,7 +296,7 @@ def load_beta(beta, token, inside, beta_token, i_head, beta_head, BETA: tl.const
 @triton.jit
 def held(g):
     """Gates above -256: `exp` of that, and of any sum with it, is 0 in fp32, and no sum of a block is infinite."""
-    return tl.maximum(g.to(tl.float32), _CLEARED)
+    return no_less(g.to(tl.float32), _CLEARED)
 
 
 @triton.jit
@@ -270,8 +335,8 @@ def row_weights(g, token, inside, g_token, i_head, g_head, BT: tl.constexpr, DEC
     if DECAY == 1:
         b_g = held(tl.load(g + token * g_token + i_head * g_head, mask=inside, other=0.0))
         coarse, fine = split_sum(b_g, False)
-        from_start = gate_exp(tl.minimum(coarse + fine, 0.0), LOW)
-        to_end = gate_exp(tl.minimum(after_sum(b_g), 0.0), LOW)
+        from_start = gate_exp(no_more(coarse + fine, 0.0), LOW)
+        to_end = gate_exp(no_more(after_sum(b_g), 0.0), LOW)
     return from_start, to_end
 
 
@@ -284,7 +349,7 @@ def summed(which, g, LOW: tl.constexpr, WIDE: tl.constexpr):
     if WIDE:
         return tl.dot(which.to(tl.float64), g.to(tl.float64), out_dtype=tl.float64)
     else:
-        return tl.minimum(product(exact_operand(which), operand(g, LOW)), 0.0)
+        return no_more(product(exact_operand(which), operand(g, LOW)), 0.0)
 
 
 @triton.jit

@@ -26,7 +26,6 @@ from lattn_compile.kernels.chunk_math import (
     channel_weight,
     held,
     load_beta,
-    load_parts,
     load_reads,
     load_rows,
     load_solved,
@@ -50,13 +49,13 @@ def key_operands(
     q, k, g, beta, starts, lengths, offsets, owner, index, norms, reads, solved, operands, whole, skip,
     q_token, q_head, q_channel, k_token, k_head, k_channel, g_token, g_head, g_channel, beta_token, beta_head, H, HV,
     K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
-    DELTA: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr, LOW: tl.constexpr,
+    DELTA: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr,
     CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """Args:
         q, k: `[M, H, K]`, g: `[M, HV]` or `[M, HV, K]` as DECAY says, beta: `[M, HV]`.
         norms, reads: of `pairs_head`. solved: of `solve`.
-        operands: `[NB, HV, 3, parts, BT, BK]`: W, Q, k_out. whole: fp32 `[NB, HV, BK]`.
+        operands: `[NB, HV, 3, 3, BT, BK]`: W, Q, k_out, in three parts. whole: fp32 `[NB, HV, BK]`.
 
     Grid: (NB * HV * BK / BS,).
     """
@@ -75,34 +74,29 @@ def key_operands(
     channel = first + tl.arange(0, BS)
     b_k = load_rows(k, token * k_token + i_key * k_head, inside, first, k_channel, K, BS)
     Q = load_rows(q, token * q_token + i_key * q_head, inside, first, q_channel, K, BS).to(tl.float32)
-    from_start, to_end = row_weights(g, token, inside, g_token, i_head, g_head, BT, DECAY, LOW)
+    from_start, to_end = row_weights(g, token, inside, g_token, i_head, g_head, BT, DECAY, False)
     p_whole = whole + at * BK + channel
     if DECAY == 2:
         b_g = held(load_rows(g, token * g_token + i_head * g_head, inside, first, g_channel, K, BS))
-        weight = channel_weight(b_g, BT, False, LOW)
+        weight = channel_weight(b_g, BT, False, False)
         tl.store(p_whole, tl.sum(tl.where((slot == BT - 1)[:, None], weight, 0.0), 0))
         Q = Q * weight * q_norm[:, None]
         k_in = b_k.to(tl.float32) * weight
-        out = b_k.to(tl.float32) * channel_weight(b_g, BT, True, LOW) * k_norm[:, None]
+        out = b_k.to(tl.float32) * channel_weight(b_g, BT, True, False) * k_norm[:, None]
     else:
         tl.store(p_whole, tl.zeros([BS], tl.float32) + tl.sum(tl.where(slot == BT - 1, from_start, 0.0), 0))
         Q = Q * (q_norm * from_start)[:, None]
         k_in = b_k
         out = b_k.to(tl.float32) * (k_norm * to_end)[:, None]
-    PARTS: tl.constexpr = 2 if LOW else 3
-    p_out = operands + at * (3 * PARTS * BT * BK) + slot[:, None] * BK + channel[None, :]
-    store_operand(p_out + OUT * (PARTS * BT * BK), out, BT * BK, LOW)
+    p_out = operands + at * (9 * BT * BK) + slot[:, None] * BK + channel[None, :]
+    store_operand(p_out + OUT * (3 * BT * BK), out, BT * BK)
     if DELTA:
         strength = load_beta(beta, token, inside, beta_token, i_head, beta_head, BETA) * k_norm * from_start
-        if LOW:
-            X = load_parts(solved + at * (3 * BT * BT), BT, 3, False)
-            W = product(X, operand(k_in * strength[:, None], True))
-        else:
-            X = load_solved(solved, at, BT, False, False)
-            W = solved_product(X * strength.to(X.dtype)[None, :], k_in, False)
-        Q -= product(load_reads(reads, at, BT, False, LOW), operand(W, LOW))
-        store_operand(p_out + ERASE * (PARTS * BT * BK), W, BT * BK, LOW)
-    store_operand(p_out + QUERY * (PARTS * BT * BK), Q, BT * BK, LOW)
+        X = load_solved(solved, at, BT, False)
+        W = solved_product(X * strength.to(X.dtype)[None, :], k_in)
+        Q -= product(load_reads(reads, at, BT, False), operand(W, False))
+        store_operand(p_out + ERASE * (3 * BT * BK), W, BT * BK)
+    store_operand(p_out + QUERY * (3 * BT * BK), Q, BT * BK)
 
 
 @triton.jit(do_not_specialize=["skip", "HV"])
@@ -110,7 +104,7 @@ def value_operands(
     v, beta, starts, lengths, offsets, owner, index, reads, solved, updates, outputs, skip,
     v_token, v_head, v_column, beta_token, beta_head, HV,
     V: tl.constexpr, VP: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
-    DELTA: tl.constexpr, BETA: tl.constexpr, LOW: tl.constexpr, READ: tl.constexpr,
+    DELTA: tl.constexpr, BETA: tl.constexpr, READ: tl.constexpr,
     CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """Args:
@@ -131,12 +125,12 @@ def value_operands(
     b_v = load_rows(v, token * v_token + i_head * v_head, inside, first, v_column, V, BS)
     b_beta = load_beta(beta, token, inside, beta_token, i_head, beta_head, BETA)
     if DELTA:
-        X = load_solved(solved, at, BT, False, LOW)
+        X = load_solved(solved, at, BT, False)
         X = X * b_beta.to(X.dtype)[None, :]
-        U = solved_product(X, b_v, LOW)
+        U = solved_product(X, b_v)
     else:
         U = b_v.to(tl.float32) * b_beta[:, None]
     place = at * (BT * VP) + slot[:, None] * VP + (first + tl.arange(0, BS))[None, :]
     tl.store(updates + place, U)
     if READ:
-        tl.store(outputs + place, product(load_reads(reads, at, BT, False, LOW), operand(U, LOW)))
+        tl.store(outputs + place, product(load_reads(reads, at, BT, False), operand(U, False)))

@@ -16,7 +16,7 @@ from lattn_compile.formats.int8.triton import LARGEST as INT8_LARGEST
 from lattn_compile.formats.nvfp4.triton import BLOCK
 from lattn_compile.kernels.common.codec import block_scales, round_codes, scales
 
-__all__ = ["written"]
+__all__ = ["written", "written_groups"]
 
 _INFINITE = tl.constexpr(0x7F800000)
 
@@ -90,6 +90,101 @@ def written(
     out = ()
     for i in tl.static_range(PIECES):
         out = out + (tl.trans(upright[i]),)
+    return out
+
+
+@triton.jit
+def _over_columns(most, G: tl.constexpr, C: tl.constexpr, TILE_V: tl.constexpr):
+    """Of `[G, 16, C]` the largest over TILE_V columns, the second axis and then the first; it broadcasts."""
+    if TILE_V == 1:
+        return most
+    elif TILE_V < 16:
+        tiles = tl.max(tl.reshape(most, (G, 16 // TILE_V, TILE_V, C)), 2)
+        tiles = tl.broadcast_to(tiles[:, :, None, :], (G, 16 // TILE_V, TILE_V, C))
+        return tl.reshape(tiles, (G, 16, C))
+    else:
+        tiles = tl.max(most, 1)
+        if TILE_V == 16 * G:
+            if G > 1:
+                return tl.max(tiles, 0)[None, None, :]
+            else:
+                return tiles[:, None, :]
+        elif TILE_V > 16:
+            SPAN: tl.constexpr = TILE_V // 16
+            tiles = tl.max(tl.reshape(tiles, (G // SPAN, SPAN, C)), 1)
+            tiles = tl.reshape(tl.broadcast_to(tiles[:, None, :], (G // SPAN, SPAN, C)), (G, C))
+            return tiles[:, None, :]
+        else:
+            return tiles[:, None, :]
+
+
+@triton.jit
+def _most(S, FINITE: tl.constexpr, G: tl.constexpr, W: tl.constexpr, TILE_K: tl.constexpr):
+    """Magnitudes of pieces `[G, 16, W]`, the largest of each TILE_K channels: one tensor a piece, or one for all of
+    those that share a tile."""
+    out = ()
+    C: tl.constexpr = W // TILE_K if TILE_K < W else 1
+    SHARE: tl.constexpr = TILE_K // W if TILE_K > W else 1
+    for i in tl.static_range(len(S)):
+        bits = _magnitude(S[i])
+        if FINITE:
+            bits = _finite(bits)
+        if C > 1:
+            most = tl.max(tl.reshape(bits, (G, 16, C, TILE_K)), 3)
+        else:
+            most = tl.max(bits, 2)[:, :, None]
+        if i % SHARE == 0:
+            shared = most
+        else:
+            shared = tl.maximum(shared, most)
+        if i % SHARE == SHARE - 1:
+            out = out + (shared,)
+    return out
+
+
+@triton.jit
+def _along(x, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+    """What C tiles of channels share, at each of a piece's W channels."""
+    if C == 1:
+        return x
+    else:
+        M: tl.constexpr = x.shape[0]
+        N: tl.constexpr = x.shape[1]
+        return tl.reshape(tl.broadcast_to(x[:, :, :, None], (M, N, C, W // C)), (M, N, W))
+
+
+@triton.jit
+def written_groups(
+    S, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BK: tl.constexpr, G: tl.constexpr,
+    W: tl.constexpr,
+):  # fmt: skip
+    """A state as it is read back from FORMAT: pieces `[G, 16, W]`, groups of 16 value columns and W key channels.
+
+    Tiles are powers of two and not wider than all groups.
+    """
+    out = ()
+    if FORMAT == "bf16" or FORMAT == "fp16":
+        for i in tl.static_range(len(S)):
+            out = out + (round_bf16(S[i]) if FORMAT == "bf16" else round_fp16(S[i]),)
+    else:
+        tl.static_assert(FORMAT == "int8" or FORMAT == "fp8_e4m3" or FORMAT == "nvfp4")
+        LARGEST: tl.constexpr = INT8_LARGEST if FORMAT == "int8" else FP8_LARGEST
+        TILE_K: tl.constexpr = BLOCK if FORMAT == "nvfp4" else BLOCK_K
+        TILE_V: tl.constexpr = 1 if FORMAT == "nvfp4" else BLOCK_V
+        C: tl.constexpr = W // TILE_K if TILE_K < W else 1
+        SHARE: tl.constexpr = TILE_K // W if TILE_K > W else 1
+        most = _most(S, False, G, W, TILE_K)
+        if FORMAT == "nvfp4":
+            group = _over_columns(_most(S, True, G, W, BK)[0], G, 1, BLOCK_V)
+        for i in tl.static_range(len(S)):
+            if i % SHARE == 0:
+                tiles = _over_columns(most[i // SHARE], G, C, TILE_V)
+                if FORMAT == "nvfp4":
+                    step, inverse, zero = block_scales(tiles, group)
+                else:
+                    step, inverse, zero = scales(tiles, LARGEST)
+            code, _ = round_codes(tl.fma(S[i], _along(inverse, G, W, C), _along(zero, G, W, C)), FORMAT)
+            out = out + (code * _along(step, G, W, C),)
     return out
 
 

@@ -10,21 +10,51 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lattn_compile.kernels.chunk_math import operand, product, store_parts
+from lattn_compile.kernels.chunk_math import common_power, power_of_two, short_parts
+from lattn_compile.kernels.chunk_rows import BETA_ROW, KEY_ROW, LIFT_ROW, MOST_ROW
 
-__all__ = ["solve"]
+__all__ = ["solve", "solve_fine"]
 
 _CORNER = tl.constexpr(16)
 
 
 @triton.jit(do_not_specialize=["HV"])
-def solve(
-    owner, strengths, overlaps, solved, HV, BT: tl.constexpr, LOW: tl.constexpr
-):  # fmt: skip
+def solve_fine(owner, factors, overlaps, inverse, solved, turned, HV, BT: tl.constexpr, TURN: tl.constexpr):
+    """Args:
+        owner: of `Schedule`. factors: of `chunk_rows.py`; gets LIFT, and KEY and MOST with it.
+        overlaps: float64 `[NB, HV, BT, BT]`, strictly lower. inverse: likewise, maybe the same, for this kernel alone.
+        solved: fp16 `[NB, HV, 3, BT, BT]`, the inverse in `short_parts`, its rows divided by LIFT.
+        turned: under TURN, that transposed.
+
+    Grid: (NB * HV,).
+    """
+    pid = tl.program_id(0)
+    if tl.load(owner + pid // HV) < 0:
+        return
+    X, p = inverse + pid.to(tl.int64) * (BT * BT), factors + pid.to(tl.int64) * (10 * BT)
+    _inverted(overlaps + pid.to(tl.int64) * (BT * BT), X, p + BETA_ROW * BT, BT)
+    tl.debug_barrier()
+    c = tl.arange(0, BT)
+    place = c[:, None] * BT + c[None, :]
+    T = tl.load(X + place, mask=c[None, :] <= c[:, None], other=0.0).to(tl.float32)
+    lift, down = power_of_two(tl.max(tl.abs(T), 1))
+    parts = short_parts(T * down[:, None])
+    for i in tl.static_range(3):
+        tl.store(solved + (pid.to(tl.int64) * 3 + i) * (BT * BT) + place, parts[i])
+        if TURN:
+            tl.store(turned + (pid.to(tl.int64) * 3 + i) * (BT * BT) + place, tl.trans(parts[i]))
+    key = tl.load(p + KEY_ROW * BT + c) * lift
+    most, less = common_power(tl.max(key, 0))
+    tl.store(p + LIFT_ROW * BT + c, lift)
+    tl.store(p + KEY_ROW * BT + c, key * less)
+    tl.store(p + MOST_ROW * BT + c, tl.load(p + MOST_ROW * BT + c) * most)
+
+
+@triton.jit(do_not_specialize=["HV"])
+def solve(owner, strengths, overlaps, solved, HV, BT: tl.constexpr):
     """Args:
         owner: of `Schedule`. strengths, overlaps: of `pairs_head`.
-        solved: the inverse: under LOW bf16 `[NB, HV, 3, BT, BT]`, an operand with 24 bits; else float64
-            `[NB, HV, BT, BT]`.
+        solved: the inverse, float64 `[NB, HV, BT, BT]`.
 
     Grid: (NB * HV,).
     """
@@ -32,60 +62,46 @@ def solve(
     if tl.load(owner + pid // HV) < 0:
         return
     at = pid.to(tl.int64) * (BT * BT)
-    A, X, beta = overlaps + at, solved + at * (3 if LOW else 1), strengths + pid.to(tl.int64) * BT
+    _inverted(overlaps + at, solved + at, strengths + pid.to(tl.int64) * BT, BT)
+    row, column = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    zero = tl.zeros([BT, BT], tl.float64)
+    tl.store(solved + at + row * BT + column, zero, mask=column // _CORNER > row // _CORNER)
+
+
+@triton.jit
+def _inverted(A, X, beta, BT: tl.constexpr):
+    """Writes `(I + beta A)^-1` to X, which may be A, but for what lies above the diagonal's corners; all float64."""
     # Every thread solves for one column of a corner, and loads the corner's coefficients row by row.
     c = tl.arange(0, BT)
     first = c // _CORNER * _CORNER
     rows = ()
     for i in tl.static_range(_CORNER):
-        total = tl.zeros([BT], overlaps.dtype.element_ty)
+        total = tl.zeros([BT], tl.float64)
         for j in tl.static_range(i):
             total += tl.load(A + (first + i) * BT + first + j) * rows[j]
-        x = tl.where(c - first == i, 1.0, 0.0).to(total.dtype) - tl.load(beta + first + i).to(total.dtype) * total
+        x = tl.where(c - first == i, 1.0, 0.0).to(tl.float64) - tl.load(beta + first + i).to(tl.float64) * total
         rows = rows + (x,)  # type: ignore[assignment] # noqa: RUF005
+    tl.debug_barrier()
     for i in tl.static_range(_CORNER):
-        _store(X + (first + i) * BT + c, rows[i], None, BT, LOW)
+        tl.store(X + (first + i) * BT + c, rows[i])
     if BT >= 32:
         tl.debug_barrier()
         for pair in tl.static_range(BT // 32):
-            _merge(A, X, beta, pair * 32, 16, BT, LOW)
+            _merge(A, X, beta, pair * 32, 16, BT)
     if BT >= 64:
         tl.debug_barrier()
-        _merge(A, X, beta, 0, 32, BT, LOW)
-    row, column = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    zero = tl.zeros([BT, BT], overlaps.dtype.element_ty)
-    _store(X + row * BT + column, zero, column // _CORNER > row // _CORNER, BT, LOW)
+        _merge(A, X, beta, 0, 32, BT)
 
 
 @triton.jit
-def _store(p, x, mask, BT: tl.constexpr, LOW: tl.constexpr):
-    if LOW:
-        store_parts(p, x, mask, BT, False)
-    else:
-        tl.store(p, x, mask=mask)
-
-
-@triton.jit
-def _merge(A, X, beta, at, HALF: tl.constexpr, BT: tl.constexpr, LOW: tl.constexpr):
+def _merge(A, X, beta, at, HALF: tl.constexpr, BT: tl.constexpr):
     """From the inverses of two diagonal blocks of HALF rows from row `at` on to that of both: the part below."""
     i, j = tl.arange(0, HALF)[:, None], tl.arange(0, HALF)[None, :]
     p_early, p_late = X + (at + i) * BT + at + j, X + (at + HALF + i) * BT + at + HALF + j
     p_below = (at + HALF + i) * BT + at + j
     between = tl.load(A + p_below)
     between = between * tl.load(beta + at + HALF + tl.arange(0, HALF)).to(between.dtype)[:, None]
-    if LOW:
-        early, late = _load(p_early, j <= i, BT), _load(p_late, j <= i, BT)
-        below = product(late, operand(product(operand(between, False), early), False))
-    else:
-        early, late = tl.load(p_early, mask=j <= i, other=0.0), tl.load(p_late, mask=j <= i, other=0.0)
-        below = tl.dot(late, tl.dot(between, early, out_dtype=tl.float64), out_dtype=tl.float64)
-    _store(X + p_below, -below, None, BT, LOW)
-
-
-@triton.jit
-def _load(p, mask, BT: tl.constexpr):
-    return (
-        tl.load(p, mask=mask, other=0.0),
-        tl.load(p + BT * BT, mask=mask, other=0.0),
-        tl.load(p + 2 * BT * BT, mask=mask, other=0.0),
-    )
+    early, late = tl.load(p_early, mask=j <= i, other=0.0), tl.load(p_late, mask=j <= i, other=0.0)
+    below = tl.dot(late, tl.dot(between, early, out_dtype=tl.float64), out_dtype=tl.float64)
+    tl.debug_barrier()
+    tl.store(X + p_below, -below)

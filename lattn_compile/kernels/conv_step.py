@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lattn_compile.kernels.common.early import wait_for_before
 from lattn_compile.kernels.common.inputs import exp
 from lattn_compile.kernels.common.launch import launched
 
@@ -68,6 +69,7 @@ def convolve(
     INPUTS: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     INPUT_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The newest output of every channel, and `past` moved on by one.
 
@@ -78,9 +80,12 @@ def convolve(
         weight: `[CHANNELS, TAPS]`, contiguous. bias: `[CHANNELS]` or None. out: `[N, CHANNELS]`, contiguous.
         WIDTH: a power of two, at least KEPT.
         x: `[N, INPUTS]`, matrix: `[ROWS, INPUTS]`, projected: `[N, ROWS]`, contiguous, `matrix @ x`; ROWS 0: none.
+        EARLY: launched while the kernel before may still run.
 
     Grid: (ceil(CHANNELS / BLOCK) + ceil(ROWS / ROW_BLOCK), N).
     """
+    if EARLY:
+        wait_for_before()
     i_seq = tl.program_id(1).to(tl.int64)
     i_block = tl.program_id(0)
     BLOCKS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
@@ -159,7 +164,7 @@ def forward(
         *memory, past, weight, bias, out, x, matrix, projected, *steps,
         CHANNELS=channels, A_END=new[0][1], B_END=sum(x[1] for x in new[:2]), A_RUN=runs[0], B_RUN=runs[1],
         C_RUN=runs[2], TAPS=weight.shape[1], KEPT=kept, WIDTH=triton.next_power_of_2(kept), SILU=silu, BLOCK=_BLOCK,
-        ROWS=rows, INPUTS=inputs, ROW_BLOCK=_ROWS, INPUT_BLOCK=min(512, triton.next_power_of_2(inputs)),
+        ROWS=rows, INPUTS=inputs, ROW_BLOCK=_ROWS, INPUT_BLOCK=min(512, triton.next_power_of_2(inputs)), EARLY=False,
         num_warps=4, num_stages=1,
     )  # fmt: skip
     return out, past, projected

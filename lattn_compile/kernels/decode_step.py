@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lattn_compile.formats.quantizer import Quantizer
+from lattn_compile.kernels.common.early import wait_for_before
 from lattn_compile.kernels.common.inputs import exp, rstd
 from lattn_compile.kernels.common.launch import launched
 from lattn_compile.kernels.common.pieces import (
@@ -123,6 +124,7 @@ def step(
     BLOCK_V: tl.constexpr,
     ENTER: tl.constexpr,
     AFTER: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One token of every sequence.
 
@@ -133,10 +135,12 @@ def step(
             and BETA_RUN, as one projection leaves them.
         source: states `[N, HV, K, V]`, fp32. o: `[N, HV, V]`, contiguous. final: like `source`, and may be it.
         BK: a power of two, at least K. FORMAT: "" rounds nothing. ENTER: the state is rounded before the token, too.
-            AFTER: outputs are read after the rounding.
+            AFTER: outputs are read after the rounding. EARLY: launched while the kernel before may still run.
 
     Grid: (column blocks * HV * N,).
     """
+    if EARLY:
+        wait_for_before()
     i = tl.program_id(0)
     BLOCKS: tl.constexpr = (V + WARPS * COLUMNS - 1) // (WARPS * COLUMNS)
     i_block, i_head, i_seq = i % BLOCKS, (i // BLOCKS) % value_heads, (i // (BLOCKS * value_heads)).to(tl.int64)
@@ -240,7 +244,7 @@ def forward(
         **lay.constants(), BK=triton.next_power_of_2(key_dim), NORM=qk_l2norm, DELTA=rule == "delta",
         DECAY=0 if g is None else g.dim() - 1, BETA=int(beta is not None), G_RUN=value_heads, BETA_RUN=value_heads,
         FORMAT=name, BLOCK_K=block_k, BLOCK_V=block_v,
-        ENTER=enter and bool(name), AFTER=readout == "after_write" and bool(name),
+        ENTER=enter and bool(name), AFTER=readout == "after_write" and bool(name), EARLY=False,
         num_warps=lay.warps, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
     return states

@@ -20,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lattn_compile.kernels.common.inputs import no_more
 from lattn_compile.kernels.common.products import (
     after_sum,
     flipped,
@@ -272,8 +273,8 @@ def deliver(
                 b_g = held(load_rows(g, token * g_token + i_head * g_head, inside, slab, g_channel, K, BS))
                 until = (column <= row).to(tl.float32)
                 behind = (column > row).to(tl.float32)
-                from_start = gate_exp(tl.minimum(summed(until, b_g, PART, PRECISION, ASSEMBLY, False), 0.0), PART)
-                to_end = gate_exp(tl.minimum(summed(behind, b_g, PART, PRECISION, ASSEMBLY, False), 0.0), PART)
+                from_start = gate_exp(no_more(summed(until, b_g, PART, PRECISION, ASSEMBLY, False), 0.0), PART)
+                to_end = gate_exp(no_more(summed(behind, b_g, PART, PRECISION, ASSEMBLY, False), 0.0), PART)
                 own = tl.sum(tl.where(row == column, G_reads, 0.0), 1)[:, None]
                 dquery = dquery * from_start
                 derase = derase * from_start
@@ -287,7 +288,7 @@ def deliver(
                 half = BT // 2
                 while half > 0:
                     which = halves(half, BT)
-                    weight = gate_exp(tl.minimum(summed(which, b_g, PART, PRECISION, ASSEMBLY, False), 0.0), PART)
+                    weight = gate_exp(no_more(summed(which, b_g, PART, PRECISION, ASSEMBLY, False), 0.0), PART)
                     here, later = parted(half, BT), (row // half % 2 == 1)
                     w_q, w_k = b_q * weight, b_k * weight
                     o_k = operand(w_k, PART, ASSEMBLY)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lattn_compile.kernels.common.inputs import no_more
 from lattn_compile.kernels.common.products import (
     after_sum,
     flipped,
@@ -201,14 +202,14 @@ def prepare(
         if DECAY == 2:
             b_g = held(load_rows(g, g_row, inside, slab, g_channel, K, BS))
             exponent = summed((column <= row).to(tl.float32), b_g, PART, PRECISION, ASSEMBLY, False)
-            weight = gate_exp(tl.minimum(exponent, 0.0), PART)
+            weight = gate_exp(no_more(exponent, 0.0), PART)
             tl.store(whole + at * BK + channel, tl.sum(tl.where(row == BT - 1, weight, 0.0), 0))
             b_q = b_q * q_norm[:, None] * weight
             b_k = b_k.to(tl.float32) * k_norm[:, None]
             if DELTA:
                 erase = product(o_Y, operand(b_k * weight, PART, ASSEMBLY), PRECISION)
             exponent = summed((column > row).to(tl.float32), b_g, PART, PRECISION, ASSEMBLY, False)
-            out = b_k * gate_exp(tl.minimum(exponent, 0.0), PART)
+            out = b_k * gate_exp(no_more(exponent, 0.0), PART)
         else:
             b_q = b_q * (from_start * q_norm)[:, None]
             if DELTA:

@@ -18,8 +18,19 @@ import torch
 
 from lattn_compile.errors import UnsupportedError
 from lattn_compile.formats.quantizer import Quantizer
+from lattn_compile.modes import Prefill
 
-__all__ = ["Work", "choose", "load", "objection", "packed", "packed_objection"]
+__all__ = [
+    "Work",
+    "choose",
+    "choose_prefill",
+    "load",
+    "objection",
+    "packed",
+    "packed_objection",
+    "prefill",
+    "prefill_objection",
+]
 
 REFERENCE = {
     "chunk": "lattn_compile.kernels.reference.chunk",
@@ -31,16 +42,23 @@ TRITON = {
     "decode": "lattn_compile.kernels.decode",
     "replay": "lattn_compile.kernels.replay",
 }
+PREFILL = "lattn_compile.kernels.prefill"
+"""The prefix with rounded operands or an approximate inverse; the reference is the chunk form's."""
+
 PACKED = "lattn_compile.kernels.packed"
 """Steps packed rows in place; the reference is `packed/ops.py` itself."""
 
-PROVEN = frozenset({"decode", "replay", "packed"})
+PROVEN = frozenset({"chunk", "decode", "replay", "packed"})
 """Triton forms that hold semantics §8 on a GPU: "auto" takes these, "triton" all. "packed" stands for `PACKED`."""
 
 _PROVEN_WINDOW = 16
 _PROVEN_REPLAY_INPUTS = (torch.float32,)
 """What of replay was seen to. With bf16 inputs, one key repeated with beta 1.9 leaves a float32 state off by 8e-5
 in a window of 16 tokens, where the reference is off by 5e-7."""
+
+_PROVEN_CHUNK_INPUTS = (torch.float32, torch.float16)
+"""What of the chunk form was seen to. With bf16 inputs everything else is within its bounds, but one key repeated with
+beta 1.9 puts gradients of float32 gates off by 3.0e-5, by channel 3.3e-5, where 2e-5 are allowed."""
 
 _PROVEN_PACKED_INPUTS = (torch.float32, torch.bfloat16)
 _PROVEN_PACKED = frozenset({"", "fp32", "bf16", "fp16", "int8", "fp8_e4m3", "nvfp4"})
@@ -49,11 +67,20 @@ _PROVEN_ANCHORS = (None, "fp32", "bf16")
 """What of packed rows was seen to (docs/kernels.md): formats without and with records, "" where nothing is rounded."""
 
 
+_DECAYS_ONLY = ("chunk", "replay")
+_GROWS = (
+    "decays may be greater than 1 here (growth), which its sums of gates cut off; a gate of -softplus, logsigmoid or "
+    "clamp(max=0) is known not to be"
+)
+"""Forms whose Triton kernels hold every sum of gates at or below 0, and why they cannot do others; prefill too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """What a kernel's `supports` is asked about: `dtype` is the arithmetic's, `quantize` None where it is exact.
 
-    `factors`, `window`: of the replay form; no other has any. `inputs`: the dtype of q, k and v.
+    `factors`, `window`: of the replay form; no other has any. `inputs`: the dtype of q, k and v. `by_channel`: whether
+    the decay has one number per key channel. `growth`: whether decays may be greater than 1.
     """
 
     device: torch.device
@@ -64,6 +91,8 @@ class Work:
     factors: str | None = None
     window: int = 0
     inputs: torch.dtype = torch.float32
+    by_channel: bool = False
+    growth: bool = False
 
 
 @functools.cache
@@ -77,6 +106,8 @@ def objection(form: str, work: Work) -> str | None:
         return f"there is no Triton kernel for the {form} form yet"
     if not _has_triton():
         return "Triton is not installed"
+    if work.growth and form in _DECAYS_ONLY:
+        return _GROWS
     own = {"factors": work.factors} if form == "replay" else {}
     answer: str | None = importlib.import_module(TRITON[form]).supports(
         device=work.device,
@@ -102,6 +133,8 @@ def choose(form: str, implementation: str, work: Work) -> str:
         proven = form in PROVEN and work.device.type == "cuda"
         if form == "replay":
             proven = proven and work.window <= _PROVEN_WINDOW and work.inputs in _PROVEN_REPLAY_INPUTS
+        if form == "chunk":
+            proven = proven and torch.version.hip is None and work.inputs in _PROVEN_CHUNK_INPUTS
         return "triton" if proven and objection(form, work) is None else "reference"
     why = objection(form, work)
     if why is not None:
@@ -169,3 +202,39 @@ def load(form: str, implementation: str, work: Work) -> ModuleType:
     """The kernel module itself."""
     modules = TRITON if choose(form, implementation, work) == "triton" else REFERENCE
     return importlib.import_module(modules[form])
+
+
+def prefill_objection(work: Work, wanted: Prefill) -> str | None:
+    """Why no Triton kernel can compute such a prefix, in words; None if one can."""
+    if not _has_triton():
+        return "Triton is not installed"
+    if work.growth:
+        return _GROWS
+    answer: str | None = importlib.import_module(PREFILL).supports(
+        device=work.device, dtype=work.dtype, key_dim=work.key_dim, value_dim=work.value_dim, prefill=wanted
+    )
+    return answer
+
+
+def choose_prefill(implementation: str, work: Work, wanted: Prefill) -> str:
+    """The backend of a prefix with rounded operands or an approximate inverse, as reports name it.
+
+    Raises:
+        UnsupportedError: "triton" was asked for and cannot do it.
+    """
+    if implementation == "reference":
+        return "reference"
+    if implementation == "auto" and not ("prefill" in PROVEN and work.device.type == "cuda"):
+        return "reference"
+    why = prefill_objection(work, wanted)
+    if why is None:
+        return "triton"
+    if implementation == "auto":
+        return "reference"
+    raise _refused(why)
+
+
+def prefill(implementation: str, work: Work, wanted: Prefill) -> ModuleType:
+    """The kernels of such a prefix, chosen as `choose_prefill` says."""
+    chosen = choose_prefill(implementation, work, wanted)
+    return importlib.import_module(PREFILL if chosen == "triton" else REFERENCE["chunk"])

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from lattn_compile.errors import DtypeError, PolicyError, UnsupportedError
+from lattn_compile.errors import DtypeError, PolicyError
 from lattn_compile.formats import Format, parse
 from lattn_compile.formats.quantizer import Quantizer
 from lattn_compile.modes import PREFILL_OPTIONS, Prefill
@@ -69,7 +69,7 @@ class Options:
         own: dict[str, Any] = {"prefill": self.prefill}
         if forward and self.prefill.inverse != "exact":
             own["measured"] = partial(record, self.site_id, str(self.prefill.inverse), self.prefill.max_residual)
-        return dispatch.load("chunk", "reference", self.work), own
+        return dispatch.prefill(self.implementation, self.work, self.prefill), own
 
     def step(self) -> dict[str, Any]:
         """What every kernel function takes."""
@@ -153,7 +153,14 @@ class OpOptions:
         if prefill is not None:
             self._check_prefill(prefill, geometry)
         work = dispatch.Work(
-            t.q.device, geometry.dtype, geometry.key_dim, geometry.value_dim, quantize, inputs=t.q.dtype
+            t.q.device,
+            geometry.dtype,
+            geometry.key_dim,
+            geometry.value_dim,
+            quantize,
+            inputs=t.q.dtype,
+            by_channel=t.g is not None and t.g.dim() == t.q.dim(),
+            growth=self.growth,
         )
         if self.implementation == "triton":
             if geometry.dtype is torch.float64:
@@ -164,6 +171,8 @@ class OpOptions:
                     remedy="Use 'reference' (a policy's kernel='reference') for float64, or convert the inputs.",
                 )
             dispatch.choose(self.FORM, "triton", work)
+            if prefill is not None:
+                dispatch.prefill("triton", work, prefill)
         return geometry, Options(
             self.rule,
             self.scale,
@@ -180,10 +189,3 @@ class OpOptions:
 
     def _check_prefill(self, prefill: Prefill, geometry: Geometry) -> None:
         prefill.check(self.rule, geometry.key_dim)
-        if self.implementation == "triton":
-            raise UnsupportedError(
-                "implementation",
-                got="'triton' with rounded operands or an approximate inverse in the prefix",
-                want="'auto' or 'reference'",
-                remedy="Only the reference kernel computes these: use a policy's kernel='reference', or drop prefill.",
-            )

@@ -51,14 +51,14 @@ _lock = threading.Lock()
 
 
 def record(site_id: int, inverse: str, max_residual: float, norms: Tensor) -> None:
-    """Count the residuals `norms`, float64 of any shape, of one call."""
+    """Count the residuals `norms`, float64 of any shape, of one call; negative ones stand where there was no chunk."""
     key = (site_id, inverse, max_residual, norms.device)
     with _lock:
         counter = _counters.get(key)
         if counter is None:
             counter = _counters[key] = _Counter(norms.device)
         over = (norms <= max_residual).logical_not().sum()  # a NaN is over
-        counter.counts += torch.stack((torch.full_like(over, norms.numel()), over))
+        counter.counts += torch.stack(((norms < 0).logical_not().sum(), over))
         counter.largest.copy_(torch.maximum(counter.largest, norms.max()))
     if norms.device.type == "cpu" and not counter.warned:
         _warn(_read(key, counter), counter)

@@ -21,7 +21,7 @@ from tests.gpu.checks import Checks, Row
 from tests.kernels.chunk_calls import Call, make_call
 from tests.kernels.decode_calls import Given, Outcome
 
-__all__ = ["CHECKS", "Row"]
+__all__ = ["CHECKS", "SMALL", "Row"]
 
 
 DEVICE = "cuda"
@@ -41,6 +41,7 @@ CHANNEL_SHAPES = ((16, 16), (100, 60), (64, 128), (256, 64))
 
 WRITES: dict[str, dict[str, Any]] = {
     "int8": {"state_format": "int8"},
+    "int8/*x32": {"state_format": "int8/*x32", "decay": "channel"},
     "int8/16x16": {"state_format": "int8/16x16", "chunk_size": 32, "readout": "after_write", "decay": "channel"},
     "int8/*x*": {"state_format": "int8/*x*", "chunk_size": 16},
     "fp8": {"state_format": "fp8", "chunk_size": 100, "readout": "after_write"},
@@ -130,14 +131,36 @@ def _few(tokens: int) -> list[Row]:
     return rows + _held(_call(lengths=(tokens,), gap=0, decay="channel").inputs(torch.bfloat16), "channel ")
 
 
+SMALL_KINDS: dict[str, dict[str, Any]] = {
+    "gdn": {},
+    "kda": {"decay": "channel"},
+    "int8": {"state_format": "int8", "chunk_size": 64},
+}
+
+
+@_each("small", SMALL_KINDS)
+def _small(kind: str) -> list[Row]:
+    """Three blocks of one head."""
+    call = _call(**SMALL_KINDS[kind] | {"lengths": (140,), "key_heads": 1, "ratio": 1}).inputs(torch.bfloat16)
+    return _held(call) if kind != "int8" else _free(call, "")
+
+
 @_each("one key", (torch.float16, torch.float32, torch.bfloat16))
 def _one_key(dtype: torch.dtype) -> list[Row]:
-    """One key repeated, where an inverse by doubling is wrong by up to 1e19. With bf16 inputs and a decay by channel
-    this is not held: see `chunk_call.LOW`."""
+    """One key repeated, where an inverse by doubling is wrong by up to 1e19."""
+    return _repeated(dtype, "head")
+
+
+@_each("one key by channel", (torch.float32, torch.bfloat16))
+def _one_key_by_channel(dtype: torch.dtype) -> list[Row]:
+    return _repeated(dtype, "channel")
+
+
+def _repeated(dtype: torch.dtype, decay: str) -> list[Row]:
     rows = []
     for strength in (0.5, 1.0, 1.9):
         for g in (0.0, -0.01):
-            call = _call(lengths=(1024,), one_key=True, strength=strength)
+            call = _call(lengths=(1024,), one_key=True, strength=strength, decay=decay)
             assert call.g is not None
             call.g.fill_(g)
             rows += _held(call.inputs(dtype), f"beta {strength} g {g} ")
@@ -333,3 +356,27 @@ def _graph() -> list[Row]:
         wrong = (final != want).sum() + (dstate != dwant).sum() + (dv != dv_want).sum() + (o != o_want).sum()
         rows.append((f"{lens}: numbers that differ", float(wrong), 0.0))
     return rows
+
+
+@_each("not a number", ("head", "channel"))
+def _not_a_number(decay: str) -> list[Row]:
+    """A gate that is NaN leaves no finite number behind it in its head, and none of the kind in others."""
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        call = _call(**SHORT | {"key_heads": 2, "ratio": 1, "decay": decay}).inputs(dtype)
+        begin, end = int(call.starts[0]), int(call.starts[0] + call.lengths[0])
+        call.g[begin + 100, 0] = float("nan")
+        got = call.forward(chunk).tensors
+        o, final = got["o"], got["final"]
+        behind = o[begin + 100 : end, 0].isfinite().sum() + final[0, 0].isfinite().sum()
+        other = (~o[begin:end, 1].isfinite()).sum() + (~final[1].isfinite()).sum() + (~final[0, 1].isfinite()).sum()
+        rows.append((f"{dtype}: finite numbers behind it", float(behind), 0.0))
+        rows.append((f"{dtype}: numbers of others that are not finite", float(other), 0.0))
+    return rows
+
+
+SMALL = (
+    *(f"chunk {name}" for name in ("few tokens 5", "shape (16, 36)", "channel shape (16, 16)")),
+    *(f"chunk {name}" for name in ("small gdn", "small kda", "small int8")),
+)
+"""Few tokens, every kernel: what a sanitizer, which is slow, is given."""

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-FORMS = ("decode", "chunk", "replay", "packed", "lowering")
+FORMS = ("decode", "chunk", "prefill", "replay", "packed", "lowering")
 _MARK = "@@check "
 _BROKEN = 99
 """Exit code of the sanitizer where it found something."""
@@ -210,7 +210,8 @@ def main() -> int:
         more = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     began = time.time()
     if args.sanitize:
-        names = list(importlib.import_module("tests.gpu.decode_checks").SMALL)
+        small = [importlib.import_module(f"tests.gpu.{form}_checks") for form in ("decode", "chunk")]
+        names = [name for found in small for name in found.SMALL]
     else:
         names = [name for form in args.forms for name in checks(form)]
     names = _chosen(names, args.only)

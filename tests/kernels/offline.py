@@ -21,6 +21,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import driver
 
 __all__ = ["TARGETS", "Built", "Launch", "build", "launches"]
@@ -37,12 +38,13 @@ _TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.int64: "i64",
     torch.int32: "i32",
     torch.uint8: "u8",
     torch.int8: "i8",
 }
-_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
 
 
 @dataclass
@@ -148,7 +150,7 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launc
 def build(launch: Launch, target: str) -> Built:
     """Compiles `launch` for a name in `TARGETS`; raises what Triton raises."""
     position = {name: i for i, name in enumerate(launch.kernel.arg_names)}
-    source = ASTSource(
+    source = (GluonASTSource if launch.kernel.is_gluon() else ASTSource)(
         fn=launch.kernel,
         signature=launch.signature,
         constexprs={(position[name],): value for name, value in launch.constants.items()},

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from lattn_compile.formats import parse
 from lattn_compile.formats.quantizer import Quantizer
-from lattn_compile.kernels import chunk, chunk_call
+from lattn_compile.kernels import chunk, chunk_fine
 from tests.kernels.chunk_calls import make_call
 from tests.kernels.offline import TARGETS, Built, build, launches
 
@@ -33,9 +33,17 @@ MORE: dict[str, dict[str, Any]] = {
     "256 kda": {"key_dim": 256, "value_dim": 256, "decay": "channel"},
     "odd": {"key_dim": 7, "value_dim": 5, "rule": "additive"},
     "int8": {"state_format": "int8", "chunk_size": 32},
+    "int8 kda": {"state_format": "int8", "chunk_size": 64, "decay": "channel"},
     "int8 of all columns": {"state_format": "int8/*x*", "chunk_size": 64, "readout": "after_write"},
     "nvfp4": {"state_format": "nvfp4", "chunk_size": 100},
 }
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["spread", "registers"])
+def _spread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Both loops over blocks, see `chunk_fine.is_spread`."""
+    monkeypatch.setattr(chunk_fine, "is_spread", lambda device: request.param)
+    return bool(request.param)
 
 
 def _compiled(
@@ -45,8 +53,8 @@ def _compiled(
     found = {}
     for launch in launches(lambda: call.both(chunk)):
         if not only or launch.name in only:
-            kept = " again" if launch.constants.get("KEEP") else ""
-            found[launch.name + kept] = build(launch, target)
+            again = " again" if launch.constants.get("KEEP") or launch.constants.get("BACK") else ""
+            found[launch.name + again] = build(launch, target)
     return found
 
 
@@ -60,26 +68,39 @@ def _checked(built: dict[str, Built], target: str) -> None:
 def test_no_kernel_has_a_product_that_hopper_reads_late() -> None:
     built = _compiled("sm_90")
     _checked(built, "sm_90")
-    for name in ("pairs_head", "solve", "row_factors", "walk again", "grad_pairs", "deliver"):
+    for name in ("head_rows", "pairs_rows", "solve_fine", "grad_pairs", "deliver"):
         assert built[name].stack == 0, (name, built[name].stack)
-    # A loop over blocks is bound by what one block takes: products of 16 x 8 x 16 a warp, and little besides.
-    for name, products in (("walk", 200), ("walk_back", 216)):
-        assert built[name].stack <= 300 and len(built[name].loop) <= 1400, name
-        assert built[name].count("HMMA") == products, name
 
 
-def test_a_decay_by_channel_loops_over_blocks_with_little_but_products() -> None:
-    built = _compiled("sm_90", ("advance", "retreat"), decay="channel")
+LOOPS = {
+    ("spread", "head"): {
+        "carry_cuda": (144, 950, 0),
+        "carry_cuda again": (112, 850, 0),
+        "carry_back_cuda": (168, 1150, 0),
+    },
+    ("spread", "channel"): {"carry_cuda": (176, 1100, 16), "carry_back_cuda": (216, 1300, 0)},
+    ("registers", "head"): {"carry": (576, 3000, 700), "carry_back": (672, 4100, 1000)},
+    ("registers", "channel"): {"carry": (704, 3300, 700), "carry_back": (864, 4300, 1000)},
+}
+"""Of a loop over blocks: products of 16 x 8 x 16 a warp, and at most so many instructions and bytes of stack."""
+
+
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_loops_over_blocks_have_little_but_products(decay: str, _spread: bool) -> None:
+    built = _compiled("sm_90", ("carry", "carry_back", "carry_cuda", "carry_back_cuda"), decay=decay)
     _checked(built, "sm_90")
-    assert all(kernel.stack == 0 for kernel in built.values())
-    assert built["advance"].count("HMMA") == 176
-    assert len(built["advance"].loop) <= 650 and len(built["retreat"].loop) <= 750
+    for name, (products, instructions, stack) in LOOPS["spread" if _spread else "registers", decay].items():
+        assert built[name].count("HMMA") == products, (name, built[name].count("HMMA"))
+        assert len(built[name].loop) <= instructions, (name, len(built[name].loop))
+        assert (built[name].stack or 0) <= stack, (name, built[name].stack)
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if ALL or t != "sm_90"])
-def test_the_kernels_compile_for_every_target(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_call, "shared_memory", lambda device: SHARED[target] * 1024)
-    only = () if ALL else ("pairs_channel", "advance", "grad_levels", "walk")
+def test_the_kernels_compile_for_every_target(target: str, _spread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if _spread and not target.startswith("sm_"):
+        pytest.skip("NVIDIA's only")
+    monkeypatch.setattr(chunk_fine, "shared_memory", lambda device: SHARED[target] * 1024)
+    only = () if ALL else ("tiles_fine", "carry", "carry_cuda", "carry_back_cuda", "grad_levels")
     for decay in ("head", "channel"):
         _checked(_compiled(target, only, decay=decay), target)
 

@@ -1,0 +1,111 @@
+"""The prefill's way back through the state (`reference/prefill.py`, whose rounding passes gradients on unchanged).
+
+    dV' = reads^T dO + (K e^(G_C - G)) dS'
+    dS  = e^G_C dS' + (Q e^G)^T dO - W^T dV'          every operand as the forward rounded it, dO times the query scale
+
+`read_operands` makes what queries have in parallel, `walk_back` is the sequence. Gradients keep 16 bits beside bf16
+inputs, 24 beside others; codes are bf16 here, which holds them, so that a product is two parts times one.
+"""
+
+# Triton's language, not Python: conditions on constants stand alone.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lattn_compile.kernels.chunk_math import operand
+from lattn_compile.kernels.prefill_codec import load_site, site, site_product, store_site
+from lattn_compile.kernels.prefill_walk import queries
+
+__all__ = ["read_operands", "walk_back"]
+
+
+@triton.jit(do_not_specialize=["skip", "H", "HV"])
+def read_operands(
+    q, k, g, starts, lengths, offsets, owner, index, norms, factors, q_codes, q_scale, read_codes, read_scale, reads,
+    query, query_scale, seen, seen_scale, skip,
+    q_token, q_head, q_channel, k_token, k_head, k_channel, g_token, g_head, g_channel, H, HV,
+    K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr, DECAY: tl.constexpr, LOW: tl.constexpr,
+    QK: tl.constexpr, QS: tl.constexpr, AV: tl.constexpr, QP: tl.constexpr,
+):  # fmt: skip
+    """Args:
+        Those before as in `outputs`; reads are written here where a decay is by head.
+        query: `[NB, HV, parts, BT, BK]`, the left operand of qs; query_scale: fp32 `[NB, HV, BT]`.
+        seen: `[NB, HV, parts, BT, BT]`, that of av; seen_scale likewise. QP: parts of query.
+
+    Grid: (NB * HV * BT / ROWS,).
+    """
+    TILES: tl.constexpr = BT // ROWS
+    tile, pid = tl.program_id(0) % TILES, tl.program_id(0) // TILES
+    block, i_head = pid // HV, pid % HV
+    if tl.load(owner + block) < 0:
+        return
+    at = pid.to(tl.int64)
+    slot, channel, row = tl.arange(0, BT), tl.arange(0, BK), tile * ROWS + tl.arange(0, ROWS)
+    P, o_q, o_scale = queries(
+        q, k, g, starts, lengths, offsets, owner, index, norms, factors, q_codes, q_scale, read_codes, read_scale,
+        reads, block, i_head, tile, skip, q_token, q_head, q_channel, k_token, k_head, k_channel, g_token, g_head,
+        g_channel, H, HV, K, BK, BT, ROWS, DECAY, LOW, QK, QS,
+    )  # fmt: skip
+    tl.static_assert(len(o_q) == QP)
+    store_site(query, at, row[:, None] * BK + channel[None, :], o_q, BT * BK)
+    tl.store(query_scale + at * BT + row, o_scale)
+    place = row[:, None] * BT + slot[None, :]
+    if DECAY < 2:
+        tl.store(reads + at * (BT * BT) + place, P)
+    o_P, p_scale = site(P, 1, AV, LOW)
+    store_site(seen, at, place, o_P, BT * BT)
+    tl.store(seen_scale + at * BT + row, p_scale)
+
+
+@triton.jit(do_not_specialize=["scale", "skip", "HV"])
+def walk_back(
+    grad_o, starts, lengths, query, query_scale, seen, seen_scale, erase, erase_scale, out, out_scale, whole, source,
+    first, count, final, cotangents, dnews, scale, skip, o_token, o_head, o_column, HV,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
+    DELTA: tl.constexpr, LOW: tl.constexpr,
+    WS: tl.constexpr, KV: tl.constexpr, AV: tl.constexpr, QP: tl.constexpr,
+):  # fmt: skip
+    """Args:
+        grad_o: `[M, HV, V]`. query, seen: of `read_operands`; erase, out, whole: of `prefill_operands.py`.
+        source: gradients of the states behind the span, fp32 `[N, HV, K, V]`; final of those before it, maybe the same.
+        first, count: of `Schedule`.
+        cotangents: fp32 `[NB, HV, VP, BK]`, of the state behind each chunk. dnews: fp32 `[NB, HV, VP, BT]`, of V'.
+
+    Grid: (VP / BV * HV * N,).
+    """
+    NV: tl.constexpr = VP // BV
+    EXACT: tl.constexpr = 2 if LOW else 3
+    PP: tl.constexpr = EXACT if AV == "" else 1
+    EP: tl.constexpr = EXACT if WS == "" else 1
+    OP: tl.constexpr = EXACT if KV == "" else 1
+    pid = tl.program_id(0)
+    i_v, i_head, i_seq = pid % NV, pid // NV % HV, pid // (NV * HV)
+    blocks, block = tl.load(count + i_seq), tl.load(first + i_seq)
+    start, length = tl.load(starts + i_seq), tl.load(lengths + i_seq)
+    channel, slot, column = tl.arange(0, BK), tl.arange(0, BT), i_v * BV + tl.arange(0, BV)
+    p_state = (i_seq.to(tl.int64) * HV + i_head) * (K * V) + channel[None, :] * V + column[:, None]
+    m_state = (channel < K)[None, :] & (column < V)[:, None]
+    dS = tl.load(source + p_state, mask=m_state, other=0.0)
+    p_o = grad_o + start * o_token + i_head * o_head + column[:, None] * o_column
+    at = (block.to(tl.int64) + blocks - 1) * HV + i_head
+    for back in range(blocks):
+        row = (skip + blocks - 1 - back).to(tl.int64) * BT + slot
+        mask = (row < length)[None, :] & (column < V)[:, None]
+        D = tl.load(p_o + row[None, :] * o_token, mask=mask, other=0.0).to(tl.float32) * scale
+        a = load_site(seen, at, slot[:, None] * BT + slot[None, :], BT * BT, PP)
+        b = load_site(out, at, channel[:, None] * BT + slot[None, :], BT * BK, OP)
+        c = load_site(query, at, slot[:, None] * BK + channel[None, :], BT * BK, QP)
+        tl.store(cotangents + (at * VP + column[:, None]) * BK + channel[None, :], dS)
+        dU = site_product(operand(D * tl.load(seen_scale + at * BT + slot)[None, :], LOW), a)
+        dU += site_product(operand(dS * tl.load(out_scale + at * BK + channel)[None, :], LOW), b)
+        tl.store(dnews + (at * VP + column[:, None]) * BT + slot[None, :], dU)
+        dS = dS * tl.load(whole + at * BK + channel)[None, :]
+        dS += site_product(operand(D * tl.load(query_scale + at * BT + slot)[None, :], LOW), c)
+        if DELTA:
+            w = load_site(erase, at, slot[:, None] * BK + channel[None, :], BT * BK, EP)
+            dS -= site_product(operand(dU * tl.load(erase_scale + at * BT + slot)[None, :], LOW), w)
+        at -= HV
+    tl.store(final + p_state, dS, mask=m_state)

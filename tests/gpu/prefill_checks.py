@@ -1,0 +1,175 @@
+"""What the Triton prefill kernels promise, checked on a GPU against float64: `python -m tests.gpu.run --forms prefill`.
+
+A number is an error in units of what is allowed (`prefill_calls.off`), so that most bounds are 1. Needs nothing but
+torch and Triton.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lattn_compile.kernels import prefill
+from lattn_compile.kernels.reference import chunk as reference
+from lattn_compile.modes import BlockDoubling, Prefill
+from tests.gpu.checks import Checks, Row
+from tests.gpu.chunk_checks import KINDS, MODEL
+from tests.kernels.chunk_calls import Call
+from tests.kernels.prefill_calls import ALL, INVERSES, ONE, call_of, off
+
+__all__ = ["CHECKS"]
+
+RAGGED = (200, 0, 70, 333)
+ADDITIVE = Prefill({"qk": "int8", "qs": "fp8_e4m3", "av": "nvfp4", "kv": "int8"})
+MIXED = Prefill(
+    {"kk": "int8", "qk": "fp8_e4m3", "w": "nvfp4", "ws": "fp8_e4m3", "kv": "int8"}, inverse=BlockDoubling(8)
+)
+
+CHECKS = Checks("prefill ")
+_check, _each = CHECKS.check, CHECKS.each
+
+
+def _call(policy: Prefill, **options: Any) -> Call:
+    return call_of(policy, **MODEL | options).to("cuda")
+
+
+def _held(call: Call, prefix: str = "") -> list[Row]:
+    # bf16 keys beside exact sites keep 16 bits.
+    floor = 5e-6 if call.q.dtype is torch.float32 else 6e-5
+    errors = off(call, floor) | off(call, floor, backward=True)
+    return [(f"{prefix}{name}", error, 1.0) for name, error in errors.items()]
+
+
+@_each("all sites", [(fmt, kind) for fmt in ALL for kind in ("gdn", "kda", "delta")])
+def _all(case: tuple[str, str]) -> list[Row]:
+    """Ragged, NaN between sequences, bf16. Without a decay nothing is forgotten: one chunk's codes that fell the other
+    way are the next one's errors, so there is one chunk only."""
+    lengths = (64, 0, 40) if case[1] == "delta" else RAGGED
+    return _held(_call(ALL[case[0]], lengths=lengths, **KINDS[case[1]]).inputs(torch.bfloat16))
+
+
+@_each("few tokens", [(fmt, kind) for fmt in ("int8", "fp8_e4m3") for kind in ("gdn", "kda")])
+def _few(case: tuple[str, str]) -> list[Row]:
+    """Of one token's bf16 keys many lie halfway between two codes, which float32 ones do not."""
+    return _held(_call(ALL[case[0]], lengths=(1, 5, 0, 17), **KINDS[case[1]]))
+
+
+@_each("mixed sites", ("gdn", "kda"))
+def _mixed(kind: str) -> list[Row]:
+    rows = _held(_call(MIXED, lengths=RAGGED, **KINDS[kind]).inputs(torch.bfloat16))
+    return rows + _held(_call(MIXED, lengths=(130, 70), **KINDS[kind]), "float32 ")
+
+
+@_each("additive", ("retention", "gla", "linear"))
+def _additive(kind: str) -> list[Row]:
+    return _held(_call(ADDITIVE, lengths=RAGGED, **KINDS[kind]).inputs(torch.bfloat16))
+
+
+@_each("site", ONE)
+def _site(site: str) -> list[Row]:
+    """One rounded site; float32, where the exact ones keep 24 bits."""
+    calls = {kind: _call(ONE[site], lengths=(150,), **KINDS[kind]) for kind in ("gdn", "kda")}
+    return [row for kind, call in calls.items() for row in _held(call, f"{kind} ")]
+
+
+@_each("inverse", INVERSES)
+def _inverse(inverse: Any) -> list[Row]:
+    rows = _held(_call(Prefill(inverse=inverse), lengths=(130, 20)).inputs(torch.bfloat16))
+    return rows + _residuals(_call(Prefill(inverse=inverse), lengths=(130, 0, 20), decay="channel"))
+
+
+def _residuals(call: Call) -> list[Row]:
+    found = []
+    for kernel, c in ((prefill, call), (reference, call.exact())):
+        mine: list[torch.Tensor] = []
+        dataclasses.replace(c, options=c.options | {"measured": mine.append}).forward(kernel)
+        norms = torch.cat([x.flatten() for x in mine])
+        found.append(norms[norms >= 0].sort().values)
+    ours, theirs = found
+    apart = (ours - theirs).abs() / (1e-5 + 1e-4 * theirs)
+    return [("residuals measured", float(ours.numel() != theirs.numel()), 0.0), ("residuals", float(apart.max()), 1.0)]
+
+
+@_each("shape", ((7, 5), (16, 36), (60, 100), (64, 64), (256, 256)))
+def _shape(shape: tuple[int, int]) -> list[Row]:
+    rows = []
+    for decay in ("head", "channel"):
+        call = _call(ALL["int8"], lengths=(90, 0, 64), key_heads=1, key_dim=shape[0], value_dim=shape[1], decay=decay)
+        rows += _held(call.inputs(torch.bfloat16), f"{decay} ")
+    return rows
+
+
+@_each("hostile", ("head", "channel"))
+def _hostile(decay: str) -> list[Row]:
+    rows: list[Row] = []
+    for name, policy in ALL.items():
+        call = _call(policy, lengths=(100, 100), decay=decay).inputs(torch.bfloat16)
+        assert call.g is not None and call.beta is not None
+        call.g[3::7] = -math.inf
+        call.g[4::9] = -90.0
+        call.k[2::5] = 0.0
+        call.beta.fill_(1.9)
+        rows += _held(call, f"{name} ")
+        call.v[int(call.starts[1]) + 5] = math.nan
+        want, got = call.exact().forward(reference).tensors["o"], call.forward(prefill).tensors["o"]
+        rows.append((f"{name}: NaNs elsewhere", float((got.isnan() != want.isnan()).sum()), 0.0))
+    return rows
+
+
+@_check("one key")
+def _one_key() -> list[Row]:
+    """One key repeated, with only the reads of the state rounded: the exact inverse is substitution."""
+    rows = []
+    for g in (0.0, -0.01):
+        call = _call(Prefill({"qs": "int8"}), lengths=(512,), one_key=True, strength=1.9)
+        assert call.g is not None
+        call.g.fill_(g)
+        rows += _held(call, f"g {g} ")
+    return rows
+
+
+@_check("runs")
+def _runs() -> list[Row]:
+    """Nothing differs between runs: a race would."""
+    rows = []
+    for name in ALL:
+        for kind in ("gdn", "kda"):
+            call = _call(ALL[name], lengths=(1500, 700), **KINDS[kind]).inputs(torch.bfloat16)
+            first = call.both(prefill)
+            differ = sum(len(first.same_bits(call.both(prefill))) for _ in range(4))
+            rows.append((f"{name} {kind} tensors that differ", float(differ), 0.0))
+    return rows
+
+
+@_check("graph")
+def _graph() -> list[Row]:
+    """It is recorded, waits for nothing, and replays with other lengths."""
+    policy = dataclasses.replace(ALL["fp8_e4m3"], inverse=BlockDoubling(8))
+    call = _call(policy, lengths=(200, 100)).inputs(torch.bfloat16)
+    call.both(prefill)
+    grad_o, rows = torch.randn_like(call.v), list[Row]()
+
+    def run(o: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        final = prefill.forward(*call.arguments(), o, **call.options)
+        return final, prefill.backward(grad_o, None, *call.arguments(), {"dv": dv}, **call.options)
+
+    o, dv = torch.zeros_like(call.v), torch.zeros_like(call.v)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    with torch.cuda.graph(graph):
+        final, dstate = run(o, dv)
+    torch.cuda.set_sync_debug_mode("default")
+    for lens in ((200, 100), (7, 0)):
+        call.lengths.copy_(torch.tensor(lens))
+        o.zero_(), dv.zero_()
+        graph.replay()
+        again, dv_again = torch.zeros_like(o), torch.zeros_like(dv)
+        want, dwant = run(again, dv_again)
+        wrong = (final != want).sum() + (dstate != dwant).sum() + (dv != dv_again).sum() + (o != again).sum()
+        rows.append((f"{lens}: numbers that differ", float(wrong), 0.0))
+    return rows

@@ -1,0 +1,25 @@
+"""A few rows times weights. Run with TRITON_INTERPRET=1, whose products of bf16 are wrong: fp32 here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from lattn_compile.kernels import few_rows
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 40, 512), (8, 16, 1024), (11, 33, 512)])
+def test_a_product(rows: int, columns: int, depth: int, pair: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Tensor.new_empty
+    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: made(*a, **k).fill_(torch.nan))
+    rng = torch.Generator().manual_seed(rows)
+    wide = torch.randn(rows, depth + 8, generator=rng)
+    x, weights = wide[:, :depth], [torch.randn(columns, depth, generator=rng) / depth**0.5 for _ in range(1 + pair)]
+    products = [x.double() @ w.double().T for w in weights]
+    want = silu(products[0]) * products[1] if pair else products[0]
+    for given in (x, x.T.contiguous().T):
+        got = few_rows.forward(given, *weights)
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()

@@ -1,0 +1,22 @@
+"""The Triton prefill kernels: in Triton's interpreter, compiled for GPUs that are not here, and what they refuse.
+
+As in `test_triton_chunk.py`, LATTN_TEST_FLA names a folder that has Triton; `tests/gpu` holds the kernels to float64.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.kernels.test_triton_decode import run_with_triton
+
+pytestmark = pytest.mark.skipif("LATTN_TEST_FLA" not in os.environ, reason="set LATTN_TEST_FLA to a folder with Triton")
+
+
+def test_the_kernels_in_tritons_interpreter() -> None:
+    run_with_triton("tests/kernels/triton_prefill_cases.py", TRITON_INTERPRET="1")
+
+
+def test_the_kernels_compiled_for_gpus_that_are_not_here() -> None:
+    run_with_triton("tests/kernels/triton_prefill_compile_cases.py")
