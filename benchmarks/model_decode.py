@@ -11,13 +11,13 @@ The model has Qwen3-Next's shape: 894 M parameters in bf16, hidden size 2,048, 1
 made of parts, each a process of its own that adds one line to the file: a part that is there is not run again, so a run
 that was cut goes on where it was. Inductor's caches outlive a part, so one that hit its limit while compiling has less
 to do. Compiling takes a core for a minute, measuring takes the device for a second: `--together` compiles all parts at
-once and lets them measure one after another when all are ready, or when most of its seconds are over.
+once and lets them measure one after another when all are ready, or when half of its seconds are over.
 
 Arms: `eager` (transformers as it is), `compile` and `compile-ro` (plain torch.compile, default and reduce-overhead),
-`ours` and `ours-ro` (this backend, policy exact), `ours-triton` (with kernel="triton": also what is not proven on a GPU
-yet). `--lower convolution` lets Inductor launch what is not proven in its module (`lattn_compile/lowering/gpu.py`:
-PROVEN). The floor of a step is the time to read the weights once and to read and write the states once, at the
-bandwidth of a copy that is measured in the same run.
+`ours` and `ours-ro` (this backend, policy exact), `ours-ro-early` (kernels begin before the one in front has ended),
+`ours-triton` (with kernel="triton": also what is not proven on a GPU yet). `--lower convolution` lets Inductor launch
+what is not proven in its module (`lattn_compile/lowering/gpu.py`: PROVEN). The floor of a step is the time to read the
+weights once and to read and write the states once, at the bandwidth of a copy that is measured in the same run.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 # transformers looks for a package named `kernels` and must not find the script beside this one.
 sys.path[:] = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent]
 
-ARMS = ("eager", "compile", "compile-ro", "ours", "ours-ro")
+ARMS = ("eager", "compile", "compile-ro", "ours", "ours-ro", "ours-ro-early")
 ROOT = Path(__file__).resolve().parents[1]
 TURNS = "LATTN_BENCHMARK_TURNS"
 
@@ -71,8 +71,6 @@ def parts(sizes: Sizes) -> list[str]:
     """Names of all parts, the cheap ones first."""
     names = ["floor"]
     names += [f"decode/{arm}/{batch}" for batch in sizes.batches for arm in ARMS]
-    middle = sizes.batches[1]
-    names += [f"kernels/{arm}/{middle}" for arm in ("ours", "compile", "eager")]
     return names + [f"{what}/{arm}/1" for what in ("prefill", "train") for arm in ("eager", "ours", "ours-triton")]
 
 
@@ -117,7 +115,7 @@ def compiled(model: Any, arm: str, kernel: str) -> Callable[..., Any]:
 
     if arm == "eager":
         return model  # type: ignore[no-any-return]
-    fast = arm.endswith("-ro")
+    fast = "-ro" in arm
     if arm.startswith("compile"):
         return torch.compile(model, mode="reduce-overhead" if fast else "default")
     import lattn_compile as lc
@@ -126,6 +124,8 @@ def compiled(model: Any, arm: str, kernel: str) -> Callable[..., Any]:
     options: dict[str, Any] = {"policy": lc.Policy(write=lc.Exact(), kernel=kernel)}  # type: ignore[arg-type]
     if fast:
         options["mode"] = "reduce-overhead"
+    if arm.endswith("-early"):
+        options["triton.enable_pdl"] = True
     return torch.compile(model, backend="lattn_compile", options=options)
 
 
@@ -213,24 +213,21 @@ def decode(arm: str, batch: int, sizes: Sizes, device: str, kernel: str) -> dict
         for _ in range(3):
             run()
         row["ms"] = timed(run, sizes, device)
+        if arm.startswith("ours"):
+            row |= kernels(run, device)
     return row
 
 
-def kernels(arm: str, batch: int, sizes: Sizes, device: str, kernel: str) -> dict[str, Any]:
-    """How many kernels a step launches, and which take the time."""
-    import torch
+def kernels(call: Callable[[], Any], device: str) -> dict[str, Any]:
+    """How many kernels a call launches, and which take the time."""
     from torch.profiler import ProfilerActivity, profile
 
-    model = build(sizes, device)
-    with torch.no_grad():
-        run = Decoding(model, compiled(model, arm, kernel), sizes, batch, device)
-        for _ in range(3):
-            run()
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]):  # the first one takes seconds, which nobody has to wait for
         synchronize(device)
-        activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-        with turn(), profile(activities=[activity]) as seen:
-            run()
-            synchronize(device)
+    with turn(), profile(activities=[activity]) as seen:
+        call()
+        synchronize(device)
     found: dict[str, list[float]] = {}
     for event in seen.events():
         if device != "cuda" or (str(event.device_type).endswith("CUDA") and not event.name.startswith(("Mem", "cuda"))):
@@ -239,7 +236,7 @@ def kernels(arm: str, batch: int, sizes: Sizes, device: str, kernel: str) -> dic
     return {
         "kernels": sum(len(x) for x in found.values()),
         "device_us": sum(sum(x) for x in found.values()),
-        "most": [[name[:80], len(x), round(sum(x), 1)] for name, x in most[:25]],
+        "most": [[name[:80], len(x), round(sum(x), 1)] for name, x in most[:30]],
     }
 
 
@@ -249,17 +246,22 @@ def prefill(arm: str, batch: int, sizes: Sizes, device: str, kernel: str) -> dic
     model = build(sizes, device)
     ids = torch.arange(batch * sizes.prefill, device=device).view(batch, -1) % (sizes.vocab - 1) + 1
     step = compiled(model, arm, kernel)
+
+    def call() -> Any:
+        return step(input_ids=ids, use_cache=False, logits_to_keep=1)
+
     with torch.no_grad():
         began = time.perf_counter()
-        logits = step(input_ids=ids, use_cache=False, logits_to_keep=1).logits.float().clone()
+        logits = call().logits.float().clone()
         synchronize(device)
         first = time.perf_counter() - began
         error = None
         if arm != "eager" and _version("fla") is None:  # whose kernels would tune themselves for minutes first
             want = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits.float()
             error = float((logits - want).abs().max() / want.std())
-        ms = timed(lambda: step(input_ids=ids, use_cache=False, logits_to_keep=1), sizes, device)
-    return {"first_s": round(first, 2), "error": error, "ms": ms, "tokens": sizes.prefill}
+        ms = timed(call, sizes, device)
+        seen = kernels(call, device) if arm.startswith("ours") else {}
+    return {"first_s": round(first, 2), "error": error, "ms": ms, "tokens": sizes.prefill} | seen
 
 
 def train(arm: str, batch: int, sizes: Sizes, device: str, kernel: str) -> dict[str, Any]:
@@ -285,7 +287,7 @@ def train(arm: str, batch: int, sizes: Sizes, device: str, kernel: str) -> dict[
         "loss": loss,
         "ms": timed(call, sizes, device),
         "tokens": sizes.train,
-    }
+    } | kernels(call, device)
 
 
 def floor(sizes: Sizes, device: str) -> dict[str, Any]:
@@ -322,7 +324,7 @@ def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
         row = floor(sizes, args.device)
     else:
         what, arm, batch = name.split("/")
-        call = {"decode": decode, "kernels": kernels, "prefill": prefill, "train": train}[what]
+        call = {"decode": decode, "prefill": prefill, "train": train}[what]
         row = call(arm, int(batch), sizes, args.device, args.kernel)
     import transformers
 
@@ -394,7 +396,7 @@ def run_all(args: argparse.Namespace, wanted: list[str]) -> None:
 def run_together(args: argparse.Namespace, wanted: list[str]) -> None:
     """All parts at once: they compile side by side and measure one after another."""
     end = time.monotonic() + args.together
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         threads = max(1, (os.cpu_count() or 1) // max(1, len(wanted)))
         environment = {
             **_environment(args), TURNS: folder, "TORCHINDUCTOR_COMPILE_THREADS": str(threads), "OMP_NUM_THREADS": "1",
@@ -404,9 +406,11 @@ def run_together(args: argparse.Namespace, wanted: list[str]) -> None:
             log = (Path(folder) / f"{name.replace('/', '-')}.log").open("w+")
             running[name] = subprocess.Popen(_command(name, args), env=environment, stdout=log, stderr=log), log
         go = Path(folder) / "go"
+        quiet = stack.enter_context((args.lock or Path(folder) / "quiet").open("w"))
         while running and time.monotonic() < end:
             ready = [(Path(folder) / f"{process.pid}.ready").exists() for process, _ in running.values()]
-            if all(ready) or time.monotonic() > end - args.together / 5:
+            late = time.monotonic() > end - args.together / 2
+            if not go.exists() and (all(ready) or late) and _taken(quiet):
                 go.touch()
             for name, (process, log) in list(running.items()):
                 if process.poll() is not None:
@@ -418,6 +422,14 @@ def run_together(args: argparse.Namespace, wanted: list[str]) -> None:
             process.kill()
             process.wait()
             print(f"{name}: cut after {args.together:.0f} s; run again", flush=True)
+
+
+def _taken(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _add(file: Path, row: dict[str, Any]) -> None:
@@ -438,7 +450,7 @@ def table(rows: dict[str, dict[str, Any]], sizes: Sizes) -> str:
             cells.append(text + (f" ({row['ms'] / low:.1f} ×)" if low and "ms" in row else ""))
         lines.append(f"| {batch} | {'–' if low is None else f'{low:.2f}'} | " + " | ".join(cells) + " |")
     for name, row in rows.items():
-        if name.startswith(("prefill", "train", "kernels")):
+        if "most" in row or name.startswith(("prefill", "train")):
             said = {k: row[k] for k in ("ms", "kernels", "device_us", "loss", "error", "refused") if k in row}
             lines.append(f"\n{name}: {said}")
             lines += [f"    {count:4d} × {name}: {us} µs" for name, count, us in row.get("most", [])]
@@ -457,6 +469,7 @@ def main() -> None:
     parser.add_argument("--lower", nargs="+", default=[], help="take as proven: chunk, convolution, ...")
     parser.add_argument("--budget", type=float, help="seconds for all parts of this call")
     parser.add_argument("--together", type=float, metavar="SECONDS", help="all parts at once, in so many seconds")
+    parser.add_argument("--lock", type=Path, help="with --together: measures while it holds this file's lock")
     parser.add_argument("--limit", type=float, default=90, help="seconds for a part")
     args = parser.parse_args()
     if args.table:

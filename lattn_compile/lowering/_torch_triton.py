@@ -7,6 +7,7 @@ kernels alone, where `PythonWrapperCodegen` writes one down:
 * `enable_fp_fusion`, which Inductor's launcher knows (of its own kernels) and its writer does not;
 * floats are fp32 to Triton, and fp64 to Inductor;
 * a number that happens to be 1 becomes a constant, also where the kernel says `do_not_specialize`;
+* whether a kernel begins before the one in front of it has ended;
 * functions that go by another name where they are called, and functions or constants of the same name in two files.
 
 What a kernel writes to is read off its intermediate code, anew for every launch and several times each; here once for
@@ -36,11 +37,14 @@ from lattn_compile.kernels.common.launch import recording
 
 __all__ = [
     "arguments",
+    "begin_early",
+    "begins_early",
     "functional",
     "implementation",
     "inserted",
     "kept",
     "launches",
+    "real_tensors",
     "relaunch",
     "self_contained",
     "sorted_again",
@@ -66,9 +70,12 @@ def functional(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def kept() -> Any:
-    """`lattn::kept`: its argument, in memory. Stands in a graph between the last pass and Inductor's lowering, no
-    longer. (`torch._inductor.lowering.register_lowering`)"""
+    """`lattn::kept`: its argument, in memory, neighbours there as they were where the graph was traced: so a launch was
+    told its strides. Stands in a graph between the last pass and Inductor's lowering, no longer.
+    (`torch._inductor.lowering.register_lowering`, `ExternKernel.require_stride_order`)"""
+    from torch._inductor.ir import ExternKernel, get_stride_order
     from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
 
     torch.library.define("lattn::kept", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl("lattn::kept", "default", torch.clone)
@@ -76,6 +83,9 @@ def kept() -> Any:
     op = torch.ops.lattn.kept.default
 
     def lower(x: Any) -> Any:
+        value = V.graph.current_node.meta["val"]
+        if not value.is_contiguous() and all(isinstance(n, int) for n in value.stride()):
+            x = ExternKernel.require_stride_order(x, get_stride_order(value.stride()))
         x.realize()
         return x
 
@@ -131,6 +141,13 @@ def inserted(graph: fx.Graph, place: fx.Node, function: Callable[..., Any], node
         return graph.graph_copy(traced.graph, by_node)
 
 
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Inside, operations compute, also while a graph is compiled. (`unset_fake_temporarily`)"""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()  # type: ignore[no-any-return]
+
+
 def sorted_again(graph: fx.Graph) -> None:
     """Puts nodes behind what they read, and leaves them in their order else. (`pattern_matcher`)"""
     from torch._inductor.pattern_matcher import stable_topological_sort
@@ -174,11 +191,12 @@ def _take_over_writing() -> None:
             return original(self, kernel, *args, **kwargs)
         configs, values, *rest = args
         values = {**values, **{name: _Number(values[name]) for name in _general(kernel, values)}}
-        with _as_ours(self, fusion=_OURS[kernel.fn]):
+        with _as_ours(self, fusion=_OURS[kernel.fn], early=bool(values.get("EARLY"))):
             return original(self, kernel, configs, values, *rest, **kwargs)
 
     PythonWrapperCodegen.define_user_defined_triton_kernel = define  # type: ignore[method-assign]
     _take_over_reading()
+    _take_over_waiting()
 
 
 class _Number(int):
@@ -190,6 +208,49 @@ def _general(kernel: Any, values: dict[str, Any]) -> list[str]:
     return [
         p.name for p in kernel.params if p.do_not_specialize and isinstance(values.get(p.name), (int, sympy.Integer))
     ]
+
+
+def begins_early() -> bool:
+    """Whether kernels of the graph that is compiled are to begin before the one in front has ended.
+    (`config.triton.enable_pdl`)"""
+    from torch._inductor import config
+    from torch._inductor.codegen.triton import TritonKernel
+
+    # Without the hook nobody could see to it that kernels wait.
+    wanted = getattr(config.triton, "enable_pdl", False) and hasattr(TritonKernel, "_handle_pdl_before_access")
+    if not wanted or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability()[0] >= 9
+
+
+def begin_early(node: fx.Node) -> None:
+    """Makes a launch one of those, if its kernel can be."""
+    given = arguments(node)
+    if "EARLY" in given and _kernel_of(node).fn in _OURS:
+        relaunch(node, given | {"EARLY": True})
+
+
+def _take_over_waiting() -> None:
+    """A kernel of Inductor's may read what was written two kernels before it waits for the one in front, which it knows
+    to have waited. Of graphs with our kernels every kernel waits first: what they write has names of its own there."""
+    from torch._inductor import ir
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.virtualized import V
+
+    original = getattr(TritonKernel, "_handle_pdl_before_access", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def wait(self: Any, buffer: Any, *dependencies: Any, **more: Any) -> None:
+        nodes = () if V.graph.scheduler is None else V.graph.scheduler.nodes
+        if not self._enable_pdl_codegen() or not any(isinstance(x.node, ir.UserDefinedTritonKernel) for x in nodes):
+            original(self, buffer, *dependencies, **more)
+            return
+        in_loop = self.inside_reduction and self.range_trees[-1].is_loop
+        (self.body if in_loop else buffer).writeline(self.GDC_WAIT)
+
+    TritonKernel._handle_pdl_before_access = wait  # type: ignore[method-assign,assignment]
 
 
 def _take_over_reading() -> None:
@@ -205,6 +266,8 @@ def _take_over_reading() -> None:
         if jitted.fn not in _OURS:
             return original(kernel, values, *rest)
         constants = {p.name for p in jitted.params if p.is_constexpr}
+        if "EARLY" in constants:  # what is sent for early is not written to
+            values = {**values, "EARLY": False}
         kinds = ((k, repr(x) if k in constants or x is None else _kind(x)) for k, x in sorted(values.items()))
         key = (jitted.fn, *kinds)
         if key not in known:
@@ -235,7 +298,7 @@ def _numbers_vary() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_ours(wrapper: Any, *, fusion: bool) -> Iterator[None]:
+def _as_ours(wrapper: Any, *, fusion: bool, early: bool) -> Iterator[None]:
     from torch._inductor import config
     from torch._inductor.codegen import wrapper as module
 
@@ -249,7 +312,18 @@ def _as_ours(wrapper: Any, *, fusion: bool) -> Iterator[None]:
                 want=f"{seen!r} in what it writes",
                 remedy='Use a tested torch, or a policy of kernel="auto".',
             )
-        return define_kernel(name, body.replace(seen, f"{seen}'enable_fp_fusion': {fusion}, ", 1), *rest, **more)
+        own = f"{seen}'enable_fp_fusion': {fusion}, 'launch_pdl': {early}, "
+        return define_kernel(name, body.replace(seen, own, 1), *rest, **more)
+
+    def source(kernel: Any, epilogue: Any = None) -> str:
+        if epilogue is not None:
+            raise LattnError(
+                "epilogue_fusion_user_defined_triton_kernel",
+                got="True, and what follows one of this library's kernels was to be written into it",
+                want="False: these kernels are written as they are",
+                remedy="Leave that option of Inductor off.",
+            )
+        return self_contained(kernel)
 
     closure = "user_defined_triton_kernel_transitive_closure_source_code"
     equal = module.V.graph.sizevars.statically_known_equals
@@ -260,7 +334,7 @@ def _as_ours(wrapper: Any, *, fusion: bool) -> Iterator[None]:
     with (
         mock.patch.object(wrapper, "define_kernel", define),
         mock.patch.object(module.V.graph.sizevars, "statically_known_equals", known_equal),
-        mock.patch.object(module, closure, lambda kernel, epilogue=None: self_contained(kernel)),
+        mock.patch.object(module, closure, source),
         config.patch(_use_fp64_for_unbacked_floats=False),
     ):
         yield

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from lattn_compile.lowering import gpu
+from lattn_compile.lowering import gpu, gpu_conv
 from lattn_compile.lowering.around import folded, folded_into_a_kernel
 from lattn_compile.lowering.conv import short_convolution
 from lattn_compile.lowering.packed import packed_step, takes_packed_step
@@ -51,6 +51,8 @@ LOWERINGS = (
     Lowering(torch.ops.lattn.decode.default, decode_step, takes=_one_token),
     Lowering(torch.ops.lattn.decode_packed.default, packed_step, takes=takes_packed_step),
     Lowering(torch.ops.aten.convolution.default, short_convolution),
+    Lowering(torch.ops.aten.convolution.default, gpu_conv.convolution),
+    Lowering(torch.ops.aten.convolution_backward.default, gpu_conv.convolution_backward),
     *(Lowering(*x) for x in gpu.LOWERINGS),
 )
 """In the order in which they are asked. Below autograd: a gradient is the op's own backward still."""

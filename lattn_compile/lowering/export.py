@@ -10,6 +10,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from lattn_compile.errors import LattnError, UnsupportedError
+from lattn_compile.lowering import gpu, gpu_conv
 from lattn_compile.lowering._torch_export import taken_apart
 from lattn_compile.lowering.decompositions import LOWERINGS, Lowering, in_turn
 from lattn_compile.lowering.sequence import chunk_sequence, decode_sequence
@@ -20,6 +21,17 @@ _SEQUENCES = (
     Lowering(torch.ops.lattn.decode.default, decode_sequence),
     Lowering(torch.ops.lattn.chunk.default, chunk_sequence),
 )
+
+_LAUNCHED = (
+    gpu.chunk,
+    gpu.chunk_backward,
+    gpu.decode_backward,
+    gpu.replay,
+    gpu_conv.convolution,
+    gpu_conv.convolution_backward,
+)
+"""Spelled as launches of kernels, which in a graph are places in a table of this process: not for a program, of which
+only one token of `lattn::decode` on a GPU is so, to be compiled where it was made."""
 
 _KEPT = {
     "decode": "one length for all sequences, all of them suffix, on a CPU or, of one token, on a GPU; rounding to "
@@ -51,7 +63,7 @@ def to_aten(program: ExportedProgram) -> ExportedProgram:
             want="an ExportedProgram",
             remedy="torch.export.export makes one, and lc.rewrite(program, policy).module is one.",
         )
-    spelled = taken_apart(program, in_turn((*LOWERINGS, *_SEQUENCES)))
+    spelled = taken_apart(program, in_turn((*(x for x in LOWERINGS if x.spelled not in _LAUNCHED), *_SEQUENCES)))
     for node in _nodes(spelled.graph_module):
         target: Any = node.target
         if not isinstance(target, torch._ops.OpOverload) or target.namespace != "lattn":

@@ -33,13 +33,16 @@ from lattn_compile.ops.decode import DecodeOptions, checkpoint_rows, empty_check
 from lattn_compile.ops.options import Options
 from lattn_compile.ops.validate import Geometry, Tensors
 
-__all__ = ["LOWERINGS", "PROVEN", "identity", "post_grad", "takes_decode"]
+__all__ = ["LOWERINGS", "PROVEN", "identity", "post_grad", "takes_decode", "traced"]
 
-PROVEN = frozenset({"decode"})
-"""Of "decode", "chunk", "replay": what was seen to be right on a GPU in this form (`tests/gpu/lowering_checks.py`). A
-policy's kernel="auto" gets these so, "triton" all. "convolution" and "projection" are what a decode step may take along
-(`gpu_fold.py`): with a convolution the logits of one step were compared there and right, later steps were not compared;
-a projection was not run."""
+PROVEN = frozenset({"decode", "chunk", "replay", "convolution", "projection", "attention", "causal", "products"})
+"""What was seen to be right on a GPU in this form, by which of `tests/gpu/lowering_checks.py`. Of the ops, "decode"
+(call, in place, model), "chunk" (call, prefill, training) and "replay" (call): a policy's kernel="auto" gets these so,
+"triton" all. Of what stands around them, "convolution" and "projection" (model), "attention" (attention) and "products"
+(few rows) are what a decode step may take along (`gpu_fold.py`, `gpu_attention.py`, `gpu_products.py`). "causal"
+(attention causal) is a prefill's mask that is said to be. Not taken without asking: "sequence", the convolution of a
+whole sequence (`gpu_conv.py`), whose results have been laid out otherwise since it was seen there (prefill, training).
+"""
 
 _ONE_PIECE = 32
 """Tokens of a `decode` whose backward is one stretch."""
@@ -77,7 +80,7 @@ def takes_decode(t: Tensors, options: dict[str, Any]) -> bool:
 
 def decode(*tensors: Any, **options: Any) -> Any:
     """Decomposition of `lattn::decode`, or NotImplemented for what stays a call of the op."""
-    return _traced(_decode, *tensors, **options) if takes_decode(Tensors(*tensors), options) else NotImplemented
+    return traced(_decode, *tensors, **options) if takes_decode(Tensors(*tensors), options) else NotImplemented
 
 
 def _decode(*tensors: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -122,7 +125,7 @@ def decode_backward(*args: Any, **options: Any) -> Any:
     geometry, shared = DecodeOptions(**options).checked(t)
     if not _is_triton("decode", t, geometry, shared) or geometry.tokens > _ONE_PIECE:
         return NotImplemented
-    return _traced(_own, torch.ops.lattn.decode_backward.default, *args, **options)
+    return traced(_own, torch.ops.lattn.decode_backward.default, *args, **options)
 
 
 def chunk(*tensors: Any, **options: Any) -> Any:
@@ -130,7 +133,7 @@ def chunk(*tensors: Any, **options: Any) -> Any:
     t = Tensors(*tensors)
     if not _is_triton("chunk", t, *chunk_op.ChunkOptions(**options).checked(t)):
         return NotImplemented
-    return _traced(_own, torch.ops.lattn.chunk.default, *tensors, **options)
+    return traced(_own, torch.ops.lattn.chunk.default, *_neighbours(tensors, 0), **options)
 
 
 def chunk_backward(*args: Any, **options: Any) -> Any:
@@ -138,14 +141,21 @@ def chunk_backward(*args: Any, **options: Any) -> Any:
     t = Tensors(*args[2 : 2 + _TENSORS])
     if not _is_triton("chunk", t, *chunk_op.ChunkOptions(**options).checked(t)):
         return NotImplemented
-    return _traced(_own, torch.ops.lattn.chunk_backward.default, *args, **options)
+    return traced(_own, torch.ops.lattn.chunk_backward.default, *_neighbours(args, 2), **options)
+
+
+def _neighbours(args: tuple[Any, ...], first: int) -> list[Any]:
+    """`args` with q, k and v, from `first` on, so that channels are neighbours, as the kernels read fast. Behind a
+    convolution tokens are; what moves them is a part of whatever computes them."""
+    own = range(first, first + 3)
+    return [x.contiguous() if i in own and x.stride(-1) != 1 else x for i, x in enumerate(args)]
 
 
 def replay(*tensors: Any, **options: Any) -> Any:
     """Decomposition of `lattn::replay`: of replay, not of two precisions, whose read copy is rounded in between."""
     if not _takes_replay(tensors, options):
         return NotImplemented
-    return _traced(_own, torch.ops.lattn.replay.default, *tensors, **options)
+    return traced(_own, torch.ops.lattn.replay.default, *tensors, **options)
 
 
 def _takes_replay(tensors: Any, options: dict[str, Any]) -> bool:
@@ -162,7 +172,7 @@ def _own(op: Any, *args: Any, **options: Any) -> Any:
     return private.implementation(op)(*args, **options)
 
 
-def _traced(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def traced(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     from lattn_compile.lowering import _torch_triton as private
 
     with recording(private.written):
@@ -181,13 +191,29 @@ LOWERINGS: tuple[tuple[Any, Callable[..., Any], str, Callable[[Tensors, dict[str
 
 def post_grad(graph: torch.fx.Graph) -> None:
     """What the launches in a graph need of it, behind all other passes."""
-    from lattn_compile.lowering import gpu_fold
+    from lattn_compile.lowering import _torch_triton as private
+    from lattn_compile.lowering import gpu_attention, gpu_fold
     from lattn_compile.lowering.gpu_memory import keep_inputs
 
+    if "causal" in PROVEN:
+        gpu_attention.say_causal(graph)
+    if "attention" in PROVEN:
+        gpu_attention.share_keys(graph)
+    if "sequence" in PROVEN and private.launches(graph):
+        from lattn_compile.lowering.gpu_conv import fold_sequences
+
+        fold_sequences(graph)
     if _steps(graph):
         gpu_fold.fold_gates(graph)
         if "convolution" in PROVEN:
             gpu_fold.fold_convolutions(graph, projections="projection" in PROVEN)
+        if "products" in PROVEN:
+            from lattn_compile.lowering.gpu_products import fold_products
+
+            fold_products(graph)
+    if private.begins_early():
+        for node, _ in private.launches(graph):
+            private.begin_early(node)
     keep_inputs(graph)
 
 

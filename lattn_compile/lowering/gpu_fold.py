@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from lattn_compile.lowering import _torch_triton as private
 
-__all__ = ["fold_convolutions", "fold_gates"]
+__all__ = ["Placed", "erase", "fold_convolutions", "fold_gates", "origin", "placed", "silu", "sources", "transposed"]
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 
@@ -67,7 +67,7 @@ def placed(node: Any, rows: int, numbers: int) -> Placed | None:
     value = _value(node)
     if value is None or value.numel() != rows * numbers:
         return None
-    node = _origin(node)
+    node = origin(node)
     value = _value(node)
     if value is None:
         return None
@@ -100,7 +100,7 @@ def placed(node: Any, rows: int, numbers: int) -> Placed | None:
     return Placed(node, outer[0][1] if outer else 0, group, step, run)
 
 
-def _origin(node: fx.Node) -> fx.Node:
+def origin(node: fx.Node) -> fx.Node:
     """What has the elements of `node` in the same order, and moved nothing to have them so."""
     while node.target in _SAME_ORDER or _is_contiguous_copy(node):
         node = node.args[0]  # type: ignore[assignment]
@@ -157,7 +157,7 @@ def fold_gates(graph: fx.Graph) -> int:
             given |= {"g": x.node, "log_rate": rate, "bias": bias, "DECAY": decode_step.MAMBA, **_where("g", x)}
         old = private.arguments(node)
         private.relaunch(node, given)
-        _erase(graph, [x for x in (old["beta"], old["g"]) if isinstance(x, fx.Node)])
+        erase(graph, [x for x in (old["beta"], old["g"]) if isinstance(x, fx.Node)])
         taken += (beta is not None) + (decay is not None)
     return taken
 
@@ -174,8 +174,8 @@ def _where(name: str, at: Placed) -> dict[str, int]:
 def _sigmoid_of(node: Any, rows: int, heads: int) -> Placed | None:
     if not isinstance(node, fx.Node):
         return None
-    node = _uncast(_origin(node))
-    node = _origin(node)
+    node = _uncast(origin(node))
+    node = origin(node)
     if not _is(node, _aten.sigmoid.default):
         return None
     raw = _value(node.args[0])
@@ -186,7 +186,7 @@ def _sigmoid_of(node: Any, rows: int, heads: int) -> Placed | None:
 
 def _mamba(node: fx.Node, rows: int, heads: int) -> tuple[fx.Node, Placed, fx.Node] | None:
     """`log_rate, a, bias` of `-exp(log_rate) * softplus(a + bias)`."""
-    for rate, soft in _pairs(_origin(node), _aten.mul.Tensor):
+    for rate, soft in _pairs(origin(node), _aten.mul.Tensor):
         if not _is(rate, _aten.neg.default) or not _is(rate.args[0], _aten.exp.default):
             continue
         log_rate, x = _uncast(rate.args[0].args[0]), _softplus_of(soft)
@@ -267,23 +267,23 @@ def _projection(c: _Convolution) -> fx.Node | None:
     product = _memory_of(c.new[0][0].node)
     if not _is(product, _aten.mm.default) or not isinstance(product.args[0], fx.Node):
         return None
-    source = _origin(product.args[0])
+    source = origin(product.args[0])
     steps = {node for node, _ in private.launches(product.graph, decode_step.step)}
     for node in product.graph.find_nodes(op="call_function", target=_aten.mm.default):
         x, weights = node.args
-        if node is product or not isinstance(x, fx.Node) or _origin(x) is not source:
+        if node is product or not isinstance(x, fx.Node) or origin(x) is not source:
             continue
         value, given = _value(node), _value(x)
         if value is None or given is None or not given.is_contiguous() or given.dtype not in _FLOATS:
             continue
         sequences, rows = value.shape
         fits = isinstance(sequences, int) and sequences <= _MOST_SEQUENCES and rows <= _MOST_ROWS
-        if fits and _transposed(weights) is not None and _readers(node) <= steps:
+        if fits and transposed(weights) is not None and _readers(node) <= steps:
             return node
     return None
 
 
-def _transposed(node: Any) -> fx.Node | None:
+def transposed(node: Any) -> fx.Node | None:
     """A parameter, contiguous, of which `node` is the transpose."""
     if not _is(node, _aten.permute.default) or node.args[1] != [1, 0]:
         return None
@@ -315,7 +315,7 @@ def _convolution(node: fx.Node) -> _Convolution | None:
         return None
     if transposed or (stride, padding, dilation) != ([1], [0], [1]) or dim not in (-1, 2):
         return None
-    (past, new), memory = parts, _origin(weight)
+    (past, new), memory = parts, origin(weight)
     inputs, stored = _value(past), _value(memory)
     if inputs is None or stored is None or inputs.device.type != "cuda" or inputs.dtype not in _FLOATS:
         return None
@@ -327,14 +327,14 @@ def _convolution(node: fx.Node) -> _Convolution | None:
         return None
     if bias is not None and not _is_vector(bias, channels):
         return None
-    sources = _sources(new, sequences, channels)
+    new_inputs = sources(new, sequences, channels)
     last = _last(node, kept + 2 - taps.shape[2])
     moved = [x for x in joined.users if x is not node]
-    if sources is None or last is None or len(moved) != 1 or not _is_last(moved[0], kept, kept + 1):
+    if new_inputs is None or last is None or len(moved) != 1 or not _is_last(moved[0], kept, kept + 1):
         return None
-    silu = _silu(last)
+    active = silu(last)
     by_channel = bias if isinstance(bias, fx.Node) else None
-    return _Convolution(joined, silu or last, moved[0], sources, past, memory, by_channel, silu is not None)
+    return _Convolution(joined, active or last, moved[0], new_inputs, past, memory, by_channel, active is not None)
 
 
 def _nodes(x: Any) -> list[fx.Node]:
@@ -359,7 +359,7 @@ def _is_last(node: fx.Node, count: int, length: int) -> bool:
     return (start + length if start < 0 else start) == length - count and end >= length
 
 
-def _silu(node: fx.Node) -> fx.Node | None:
+def silu(node: fx.Node) -> fx.Node | None:
     """`silu` of `node`, if nothing else is made of it: x / (1 + exp(-x)) in fp32, then cast back."""
     dtype = _value(node).dtype  # type: ignore[union-attr]
     x = node
@@ -387,13 +387,17 @@ def _one_more(node: Any, x: fx.Node) -> bool:
     return _is(negative, _aten.neg.default) and negative.args[0] is x
 
 
-def _sources(node: fx.Node, sequences: int, channels: int) -> list[tuple[Placed, int]] | None:
-    """Where new inputs `[N, C, 1]` lie, in the order of their channels."""
+def sources(node: fx.Node, sequences: int, channels: int) -> list[tuple[Placed, int]] | None:
+    """Where new inputs `[N, C, 1]`, or `[.., C]` of N rows, lie, in the order of their channels."""
     from lattn_compile.kernels.conv_step import SOURCES
 
-    node = _origin(node)
-    if _is(node, _aten.permute.default) and node.args[1] == [0, 2, 1] and isinstance(node.args[0], fx.Node):
-        node = _origin(node.args[0])
+    node = origin(node)
+    if _is_turned(node):
+        inner, one = origin(node.args[0]), node.meta["val"].shape[2] == 1  # type: ignore[arg-type]
+        if _is_turned(inner):
+            node = origin(inner.args[0])  # type: ignore[arg-type]
+        elif one:  # whose order is the same either way
+            node = inner
     value, parts = _value(node), [node]
     if value is not None and _is(node, _aten.cat.default) and value.shape[-1] == channels:
         dim, several = node.args[1] if len(node.args) > 1 else 0, _nodes(node.args[0])
@@ -409,12 +413,17 @@ def _sources(node: fx.Node, sequences: int, channels: int) -> list[tuple[Placed,
     return found if sum(count for _, count in found) == channels else None
 
 
+def _is_turned(node: fx.Node) -> bool:
+    """Whether it has the last two of three axes in each other's place."""
+    return _is(node, _aten.permute.default) and node.args[1] == [0, 2, 1]
+
+
 def _replace(graph: fx.Graph, c: _Convolution, product: fx.Node | None) -> None:
     from lattn_compile.kernels import conv_step
 
     nodes = [at.node for at, _ in c.new]
     rest = [c.past, c.weight, *([] if c.bias is None else [c.bias])]
-    beside: list[Any] = [] if product is None else [product.args[0], _transposed(product.args[1])]
+    beside: list[Any] = [] if product is None else [product.args[0], transposed(product.args[1])]
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         given = iter(tensors)
@@ -432,10 +441,10 @@ def _replace(graph: fx.Graph, c: _Convolution, product: fx.Node | None) -> None:
         replaced.append((product, projected[0]))
     for node, new in replaced:
         node.replace_all_uses_with(new)
-    _erase(graph, [node for node, _ in replaced])
+    erase(graph, [node for node, _ in replaced])
 
 
-def _erase(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+def erase(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     """Nodes that nobody reads any more, and what nobody else read."""
     gone: set[fx.Node] = set()
     while nodes:

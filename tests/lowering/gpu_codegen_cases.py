@@ -88,11 +88,8 @@ def _memory(arguments: str) -> list[str]:
     return re.sub(r"reinterpret_tensor\((\w+),[^()]*\([^()]*\)[^()]*\([^()]*\)[^()]*\)", r"\1", arguments).split(", ")
 
 
-def test_a_short_convolution_moves_its_inputs_on_where_they_lie_and_takes_a_product_along(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_short_convolution_moves_its_inputs_on_where_they_lie_and_takes_a_product_along() -> None:
     """Of keys, queries and values that one projection leaves in groups; the convolution's weight is `[C, 1, taps]`."""
-    monkeypatch.setattr(gpu, "PROVEN", gpu.PROVEN | {"convolution", "projection"})
     new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     channels = (2 * HEADS + VALUE_HEADS) * DIM
     x, matrix, small = (torch.empty(n, 32, **new) for n in (BATCH, HEADS * 4 * DIM, 2 * VALUE_HEADS))
@@ -126,6 +123,156 @@ def test_a_short_convolution_moves_its_inputs_on_where_they_lie_and_takes_a_prod
     assert [names[i][:3] for i in (3, 4, 7, 8)] == ["arg"] * 4, "moved on where it lies"
     assert "'SILU': True" in convolve.source
     assert build(convolve.launch(), "sm_90").stack == 0
+
+
+def test_a_sequence_is_convolved_as_its_projection_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a prefill's keys, queries and values, `silu` and all, in one kernel; and channels stay neighbours."""
+    monkeypatch.setattr(gpu, "PROVEN", gpu.PROVEN | {"sequence"})
+    new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    channels, tokens, dim = (2 * HEADS + VALUE_HEADS) * 128, 100, 128
+    x, matrix, weight = (
+        torch.empty(BATCH * tokens, 64, **new),
+        torch.empty(HEADS * 4 * dim, 64, **new),
+        torch.empty(channels, 1, 4, **new),
+    )
+
+    def layer(x: Tensor, matrix: Tensor, weight: Tensor) -> Tensor:
+        projected = torch.nn.functional.linear(x, matrix).view(BATCH, tokens, HEADS, -1)
+        parts = [y.reshape(BATCH, tokens, -1) for y in projected.split([dim, dim, 2 * dim], -1)]
+        mixed = torch.nn.functional.conv1d(torch.cat(parts, -1).transpose(1, 2), weight, padding=3, groups=channels)
+        mixed = torch.nn.functional.silu(mixed[..., :tokens]).transpose(1, 2)
+        q, k, v = (y.unflatten(-1, (-1, dim)) for y in mixed.split([HEADS * dim, HEADS * dim, VALUE_HEADS * dim], -1))
+        keywords: dict[str, Any] = {"scale": 1.0, "qk_l2norm": True, "implementation": "triton", "chunk_size": 64}
+        o, _ = torch.ops.lattn.chunk(q, k, v, None, None, None, None, None, None, None, **keywords)
+        return o
+
+    (code,) = generated(layer, x, matrix, weight)
+    assert "extern_kernels.convolution" not in code
+    ours = [k for k in kernels_in(code) if k.is_ours]
+    convolve = next(k for k in ours if k.name.startswith("convolve_sequence"))
+    assert "'SILU': True" in convolve.source
+    names = _memory(convolve.launches[0])
+    assert names[0] == names[1] == names[2], "read where the product left it"
+    built = build(convolve.launch(), "sm_90")
+    assert built.stack == 0 and built.text.count("ld.global.v4") == 16, "four taps of a tile, sixteen bytes a read"
+
+
+def test_the_gradients_of_a_convolution_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "PROVEN", gpu.PROVEN | {"sequence"})
+    new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    x, grad, weight = torch.empty(2, 40, 256, **new), torch.empty(2, 43, 256, **new), torch.empty(256, 1, 4, **new)
+
+    def backward(grad: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+        given = (grad.transpose(1, 2), x.transpose(1, 2), weight, None, [1], [3], [1], False, [0], 256)
+        return [y for y in torch.ops.aten.convolution_backward(*given, [True, True, False])[:2] if y is not None]
+
+    (code,) = generated(backward, grad, x, weight)
+    assert "convolution_backward.default(" not in code
+    assert sorted(k.name.rstrip("_0123456789") for k in kernels_in(code) if k.is_ours) == [
+        "_weights",
+        "convolve_sequence",
+    ]
+
+
+def test_attention_of_one_token_reads_keys_once() -> None:
+    new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    q, k, v = (
+        torch.empty(BATCH, 8, 1, 64, **new),
+        torch.empty(BATCH, 2, 32, 64, **new),
+        torch.empty(BATCH, 2, 32, 64, **new),
+    )
+    mask = torch.empty(BATCH, 1, 1, 32, **new)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        k, v = (x[:, :, None].expand(-1, -1, 4, -1, -1).reshape(BATCH, 8, 32, 64) for x in (k, v))
+        attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+        return attention(q, k, v, mask, False, 0.0, attend.causal, False, scale=0.1)[0]
+
+    attend.causal = False  # type: ignore[attr-defined]
+    (code,) = generated(attend, q, k, v, mask)
+    (call,) = re.findall(r"_scaled_dot_product_cudnn_attention\.default\((.*)\)", code)
+    assert re.search(r", arg\d+_1, arg\d+_1, ", call), "keys and values are the caller's own"
+    attend.causal = True  # type: ignore[attr-defined]
+    (code,) = generated(attend, q, k, v, mask)
+    assert not re.search(r"cudnn_attention\.default\(.*, arg\d+_1, arg\d+_1, ", code), "of a group, heads are no tokens"
+
+
+@pytest.mark.parametrize(
+    ("change", "shut"),
+    [
+        ("", -torch.inf),
+        ("", -65504.0),
+        ("", -9.0),
+        ("one more", -65504.0),
+        ("an input", -torch.inf),
+        ("shorter", -65504.0),
+    ],
+)
+def test_a_mask_that_is_causal_is_said_to_be(monkeypatch: pytest.MonkeyPatch, change: str, shut: float) -> None:
+    monkeypatch.setattr(gpu, "PROVEN", gpu.PROVEN | {"causal"})
+    new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    q, k, v = (torch.empty(BATCH, 4, 32, 64, **new) for _ in range(3))
+    first = torch.empty(1, device="cuda", dtype=torch.long)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
+        at = torch.arange(32, device="cuda")
+        seen = at[None, :] <= at[:, None] + (change == "one more") + (first if change == "an input" else 0)
+        packed = (torch.diff(at, prepend=at[:1] - 1) != 1).cumsum(0)
+        seen = seen & (packed[None, :] == packed[:, None])
+        if change == "moved":
+            seen = torch.ones(32, 32, dtype=torch.bool).tril().to("cuda")
+        if change == "shorter":
+            seen = seen & (at[None, :] > 0)
+        mask = torch.where(seen, 0.0, shut).to(torch.bfloat16)[None, None]
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, mask, False, scale=0.1)[0]
+
+    (code,) = generated(attend, q, k, v, first)
+    (call,) = re.findall(r"_scaled_dot_product_cudnn_attention\.default\((.*)\)", code)
+    assert ("None, False, 0.0, True" in call) == (change in ("", "moved") and shut != -9.0)
+
+
+def _gated(x: Tensor, state: Tensor, qkv: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """A decode step and the products around it."""
+    linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
+    q, k, v = (y.unflatten(-1, (4, 128)) for y in linear(x, qkv).chunk(3, -1))
+    o, new = torch.ops.lattn.decode(q, k, v, None, None, state, *[None] * 4, scale=1.0, qk_l2norm=True)[:2]
+    state.copy_(new)
+    x = torch.nn.functional.rms_norm(x + o.flatten(-2), x.shape[-1:])
+    return linear(silu(linear(x, gate)) * linear(x, up), down)
+
+
+def _of_gated(rows: int, hidden: int, wide: int) -> list[Tensor]:
+    new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    shapes = [(3 * hidden, hidden), (wide, hidden), (wide, hidden), (hidden, wide)]
+    state = torch.empty(rows, 4, 128, 128, device="cuda")
+    return [torch.empty(rows, 1, hidden, **new), state, *(torch.empty(*s, **new) for s in shapes)]
+
+
+def test_products_of_few_rows_are_kernels_and_a_gated_pair_is_one() -> None:
+    (code,) = generated(_gated, *_of_gated(8, 512, 1024))
+    assert "extern_kernels.mm(" not in code
+    products = [k for k in kernels_in(code) if k.name.startswith("multiply")]
+    assert sum(len(k.launches) for k in products) == 3
+    assert sum("'PAIR': True" in k.source for k in products) == 1
+    for product in products:
+        assert build(product.launch(), "sm_90").stack == 0
+
+
+def test_kernels_that_begin_early_wait_before_they_read() -> None:
+    (code,) = generated(_gated, *_of_gated(8, 512, 1024), **{"triton.enable_pdl": True})
+    kernels = kernels_in(code)
+    assert {k.name.rstrip("_0123456789") for k in kernels if k.is_ours} == {"multiply", "step"}
+    for kernel in kernels:
+        assert "'launch_pdl': True" in kernel.source
+        if kernel.is_ours:
+            built = build(kernel.launch(), "sm_90")
+            waits = built.text.index("griddepcontrol.wait")
+            assert "ld.global" not in built.text[:waits] and "cp.async" not in built.text[:waits]
+            assert waits < built.text.index("griddepcontrol.launch_dependents"), "who begins behind counts on the wait"
+            assert ("prefetch.global.L2" in built.text[:waits]) == kernel.name.startswith("multiply")
+        else:
+            body = kernel.source[kernel.source.index("@triton.jit") :]
+            assert body.index("gdc_wait") < body.index("tl.load")
 
 
 def test_nothing_unproven_is_launched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,12 @@ def test_a_decode_step_and_what_is_taken_into_its_kernels() -> None:
     run_with_triton("tests/kernels/step_cases.py", TRITON_INTERPRET="1")
 
 
+@needs_triton
+@pytest.mark.parametrize("file", ["conv_cases.py", "rows_cases.py"])
+def test_what_stands_around_a_recurrence(file: str) -> None:
+    run_with_triton(f"tests/kernels/{file}", TRITON_INTERPRET="1")
+
+
 def test_a_call_on_a_cpu_is_never_taken() -> None:
     tensors = [*inputs(tokens=1, dtype=torch.float32), None, None, None, None]
     for _, spelled, *_ in gpu.LOWERINGS[:1]:
