@@ -1,4 +1,5 @@
-"""Fills in the tables of `quality.md` and of the README and draws the plots, from `benchmarks/results/quality.json`.
+"""Fills in the tables of `quality.md` and of the README and draws the plots, from `quality.json` and
+`generate_nvidia_h200.jsonl` in `benchmarks/results`.
 
 Run it after measuring: `python docs/write_quality.py`. Tables stand between `<!-- quality: NAME -->` and
 `<!-- end -->`.
@@ -17,12 +18,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
-ON_CPU = RESULTS.with_name("quality_cpu.json")
-"""Rows of the same bases, measured on a CPU: text alone, over 1,024 bytes."""
+BEFORE = RESULTS.with_name("quality_before.json")
+GENERATE = RESULTS.with_name("generate_nvidia_h200.jsonl")
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.quality.config import FULL, HEADLINE, NEAREST, OTHERS, PREFILLS, policy_named  # noqa: E402
-from benchmarks.quality.findings import Rows, findings  # noqa: E402
+from benchmarks.generate import read  # noqa: E402
+from benchmarks.quality.config import FULL, HEADLINE, INVERSES, NEAREST, OPERANDS, OTHERS, policy_named  # noqa: E402
+from benchmarks.quality.findings import findings, shares  # noqa: E402
 from benchmarks.quality.verdict import CONTROL, Spread, judged, seeds, spread  # noqa: E402
 from docs.line_plot import Box, line_plot  # noqa: E402
 
@@ -33,8 +35,10 @@ LOST = "exact, prefix lost"
 class Results:
     """The rows, and what is asked of them."""
 
-    def __init__(self, data: dict[str, Any], cpu: dict[str, Any] | None = None) -> None:
-        self.data, self.rows, self.cpu = data, data["rows"], cpu or {"rows": []}
+    def __init__(
+        self, data: dict[str, Any], generated: dict[str, dict[str, Any]], before: list[dict[str, Any]]
+    ) -> None:
+        self.data, self.rows, self.generated, self.before = data, data["rows"], generated, before
         self.models = [m for m in NAMES if any(r["model"] == m for r in self.rows)]
 
     def some(self, model: str, policy: str, *, weights: str = "base", small: bool = False) -> list[dict[str, Any]]:
@@ -99,38 +103,30 @@ def bases(r: Results) -> str:
         answers = [f"{100 * exact[0]['recall'][s]:.1f}" if exact else "-" for s in steps]
         learnt = f"{100 * base['curve'][-1][2]:.0f} %"
         rows.append([NAMES[model], str(seed), f"{base['parameters'] / 1e6:.1f} M", learnt, bits, *answers])
-    for x in r.some("gdn", LOST):
-        answers = [f"{100 * x['recall'][s]:.1f}" for s in steps]
-        rows.append(["its base, states zeroed after the prefix", "0", "", "", f"{x['bits']['all']:.3f}", *answers])
+    for model in r.models:
+        for x in r.some(model, LOST)[:1]:
+            answers = [f"{100 * x['recall'][s]:.1f}" for s in steps]
+            name = f"{NAMES[model]}, its base, states zeroed behind the prefix"
+            rows.append([name, "0", "", "", f"{x['bits']['all']:.3f}", *answers])
     return grid(heads, rows)
 
 
 def by_seed(r: Results) -> str:
     """The headline policies on the controls: change of bits per byte, seed by seed."""
-    rows = []
-    for name in HEADLINE:
-        found = {x["seed"]: x for x in r.some("gdn", name, weights="control")}
-        costs = [f"{found[s]['cost']:+.4f}" if s in found else "-" for s in range(3)]
-        kl = [short(found[s]["kl"]["all"]) if s in found else "-" for s in range(3)]
-        rows.append([name, _bytes(name), *costs, *kl])
-    heads = ["state", "bytes a value", *(f"change, seed {s}" for s in range(3)), *(f"KL, seed {s}" for s in range(3))]
-    return grid(heads, rows)
+    parts = []
+    for model in r.models:
+        rows = []
+        for name in HEADLINE:
+            found = {x["seed"]: x for x in r.some(model, name, weights="control")}
+            costs = [f"{found[s]['cost']:+.4f}" if s in found else "-" for s in range(3)]
+            kl = [short(found[s]["kl"]["all"]) if s in found else "-" for s in range(3)]
+            rows.append([name, _bytes(model, name), *costs, *kl])
+        heads = ["state", "bytes a value", *(f"change, seed {s}" for s in range(3)), *(f"KL, {s}" for s in range(3))]
+        parts.append(f"{NAMES[model]}:\n\n" + grid(heads, rows))
+    return "\n\n".join(parts)
 
 
-def on_cpu(r: Results, model: str) -> str:
-    names = list(dict.fromkeys(x["policy"] for x in r.cpu["rows"] if x["model"] == model and "cost" in x))
-    every = {**NEAREST, **OTHERS}
-    rows = []
-    for name in sorted(names, key=list(every).index):
-        found = [x for x in r.cpu["rows"] if (x["model"], x["policy"]) == (model, name)]
-        cost, change = spread(x["cost"] for x in found), spread(x["dlogp"]["all"] for x in found)
-        kl, count = spread(x["kl"]["all"] for x in found), str(len(found))
-        rows.append([name, _bytes(name), count, pm(cost), pm(change, signed=False), short(kl.mean if kl else None)])
-    heads = ["state", "bytes a value", "seeds", "bits per byte, change", "mean \\|Δ log p\\|", "KL"]
-    return grid(heads, rows) if rows else "Not measured."
-
-
-def _row(r: Results, model: str, name: str, *, small: bool = False, bytes_: bool = True) -> list[str] | None:
+def _row(r: Results, model: str, name: str, *, small: bool = False) -> list[str] | None:
     if not r.some(model, name, small=small):
         return None
 
@@ -138,7 +134,7 @@ def _row(r: Results, model: str, name: str, *, small: bool = False, bytes_: bool
         return r.mean(model, name, value, small=small)
 
     if any(x["cost"] is None for x in r.some(model, name, small=small)):
-        return [name, *([_bytes(name)] if bytes_ else []), "not finite", *[""] * 6]
+        return [name, _bytes(model, name), "not finite", *[""] * 6]
     drift = mean(lambda x: max(layer[-1] for layer in x["drift"]) if x.get("drift") else math.nan)
     cells = [
         pm(mean(lambda x: x["cost"])),
@@ -149,17 +145,20 @@ def _row(r: Results, model: str, name: str, *, small: bool = False, bytes_: bool
         percent(mean(lambda x: x["copy"]["all"])),
         short(drift.mean if drift else None),
     ]
-    return [name, *([_bytes(name)] if bytes_ else []), *cells]
+    return [name, _bytes(model, name), *cells]
 
 
-def _bytes(name: str) -> str:
-    """Bytes of a value of a layer's state, ring and scales counted."""
+def _bytes(model: str, name: str) -> str:
+    """Bytes of a value of a layer's state, ring and scales counted: records of KDA have a gate for each channel."""
     try:
         policy = policy_named(name)
     except KeyError:
         return ""
     heads, dim = FULL.size.heads, FULL.size.dim
-    return f"{4.0:.2f}" if policy is None else f"{policy.nbytes(heads, heads, dim, dim) / (heads * dim * dim):.2f}"
+    if policy is None:
+        return "4.00"
+    total = policy.nbytes(heads, heads, dim, dim, decay="channel" if model == "kda" else "head")
+    return f"{total / (heads * dim * dim):.2f}"
 
 
 HEADS = ["bits per byte, change", "mean \\|Δ log p\\|", "p95", "KL", "recall %", "copy %", "drift"]
@@ -198,12 +197,19 @@ def others(r: Results) -> str:
 
 
 def prefill(r: Results) -> str:
+    """Change of bits per byte, a row a set of operands, a column an inverse."""
     parts = []
     for model in r.models:
-        found = [x for name in PREFILLS if (x := _row(r, model, f"prefill: {name}", small=True, bytes_=False))]
-        rows = [[x[0].removeprefix("prefill: "), *x[1:-1]] for x in found]
-        if rows:
-            parts.append(f"{NAMES[model]}:\n\n" + grid(["prefill", *HEADS[:-1]], rows))
+        rows = []
+        for operands in OPERANDS:
+            cells = []
+            for inverse in INVERSES:
+                found = r.some(model, f"prefill: {operands}, {inverse}", small=True)
+                cost = found[0]["cost"] if found else None
+                cells.append(f"{cost:+.4f}" if cost is not None else "not finite" if found else "-")
+            rows.append([operands, *cells])
+        if any(cell != "-" for row in rows for cell in row[1:]):
+            parts.append(f"{NAMES[model]}:\n\n" + grid(["bits per byte, change", *INVERSES], rows))
     return "\n\n".join(parts)
 
 
@@ -236,58 +242,183 @@ def trained(r: Results) -> list[tuple[str, str, str]]:
 
 
 def recovered(r: Results, of: str) -> str:
-    rows = []
-    for model, method, name in trained(r):
-        j = judged(r.rows, model, f"{method} {name}", name, of)
-        if j is None:
-            continue
-        show: Callable[[float], str] = (lambda x: f"{x:+.4f}") if of == "bits" else (lambda x: f"{100 * x:+.1f}")
-        exact, under, after = (
-            seeds(r.rows, model, w, p, of)
-            for w, p in (("control", "exact"), ("control", name), (f"{method} {name}", name))
-        )
-        label = f"{name}, {method.upper()}"
-        for s in sorted(after.keys() & under.keys() & exact.keys()):
-            cost, gain = under[s] - exact[s], under[s] - after[s]
-            share = f"{100 * gain / cost:.0f} %" if of == "bits" and cost > 0 else ""
-            rows.append([label, str(s), show(cost), show(after[s] - exact[s]), show(gain), share, ""])
-        show_all = pm if of == "bits" else percent
-        rows.append([label, "all", show_all(j.cost), show_all(j.left), show_all(j.gain), "", j.verdict])
-    what = "bits per byte over exact" if of == "bits" else "wrong answers over exact, %"
-    return grid(["", "seed", f"{what}: control", "trained", "won back", "share", "by the rule"], rows)
+    """Every further training under its policy, beside the control under it."""
+    show = pm if of == "bits" else percent
+    parts = []
+    for model in r.models:
+        rows = []
+        for _, method, name in [x for x in trained(r) if x[:2] == (model, "qat")]:
+            j = judged(r.rows, model, f"{method} {name}", name, of)
+            if j is None:
+                continue
+            own = shares(r.rows, model, f"{method} {name}", name, of)
+            share = " / ".join(f"{100 * x:.0f} %" for x in own.values()) if of == "bits" else ""
+            rows.append(
+                [
+                    f"{name}, {method.upper()}",
+                    str(j.cost.count),
+                    show(j.cost),
+                    show(j.left),
+                    show(j.gain),
+                    share,
+                    j.verdict,
+                ]
+            )
+        what = "bits per byte over exact" if of == "bits" else "wrong answers over exact, %"
+        heads = ["", "seeds", f"{what}: control", "trained", "won back", "of a seed's own", "by the rule"]
+        if rows:
+            parts.append(f"{NAMES[model]}:\n\n" + grid(heads, rows))
+    return "\n\n".join(parts) or "Not run."
+
+
+def distilled(r: Results) -> str:
+    """QAD beside its teacher, the base: in bits, and in wrong answers of recall and copy."""
+    parts = []
+    for model in r.models:
+        rows = []
+        for _, method, name in [x for x in trained(r) if x[:2] == (model, "qad")]:
+            cells = []
+            for of in ("bits", "recall", "copy"):
+                exact, under = (seeds(r.rows, model, "base", p, of) for p in ("exact", name))
+                after = seeds(r.rows, model, f"{method} {name}", name, of)
+                both = sorted(exact.keys() & under.keys() & after.keys())
+                show = pm if of == "bits" else percent
+                cells += [show(spread(x[s] - exact[s] for s in both)) for x in (under, after)]
+            own = shares(r.rows, model, f"{method} {name}", name)
+            rows.append([name, *cells[:2], " / ".join(f"{100 * x:.0f} %" for x in own.values()), *cells[2:]])
+        heads = ["", "bits per byte over exact: base", "distilled", "won back"]
+        heads += [
+            f"{what}: {which}" for what in ("wrong recall, %", "wrong copy, %") for which in ("base", "distilled")
+        ]
+        if rows:
+            parts.append(f"{NAMES[model]}:\n\n" + grid(heads, rows))
+    return "\n\n".join(parts) or "Not run."
+
+
+def paid(r: Results) -> str:
+    """What a training costs the exact model: bits and wrong answers against the control's, with an exact state."""
+    parts = []
+    for model in r.models:
+        rows = []
+        for _, method, name in [x for x in trained(r) if x[:2] == (model, "qat")]:
+            cells = []
+            for of in ("bits", "recall", "copy"):
+                after, control = (seeds(r.rows, model, w, "exact", of) for w in (f"{method} {name}", "control"))
+                s = spread(after[i] - control[i] for i in sorted(after.keys() & control.keys()))
+                cells.append(pm(s) if of == "bits" else percent(s))
+            rows.append([f"{name}, {method.upper()}", *cells])
+        if rows:
+            heads = ["exact state, against the control", "bits per byte", "wrong recall, %", "wrong copy, %"]
+            parts.append(f"{NAMES[model]}:\n\n" + grid(heads, rows))
+    return "\n\n".join(parts) or "Not run."
+
+
+def serving(r: Results) -> str:
+    """Tokens a second and memory of `generate()`, a table for each model."""
+    names = {"shaped": "Qwen3-Next's shape, 894 M parameters, random", "trained": "The trained model"}
+    parts = []
+    for model, title in names.items():
+        found = {part.split("/")[1]: part for part in r.generated if part.startswith(model + "/")}
+        batches = sorted({int(part.split("/")[2]) for part in r.generated if part.startswith(model + "/")})
+        rows = []
+        for arm in found:
+            cells = []
+            for batch in batches:
+                x = r.generated.get(f"{model}/{arm}/{batch}", {})
+                if "ms" not in x:
+                    cells += ["refused" if "refused" in x else "-", "", ""]
+                    continue
+                cells += [
+                    f"{x['ms']:.2f}",
+                    f"{x['tokens_per_s']:,.0f}",
+                    f"{x['peak_gb']:.2f}" if "peak_gb" in x else "",
+                ]
+            rows.append([ARMS.get(arm, f"lattn_compile, {arm}"), *cells])
+        heads = [""]
+        for batch in batches:
+            heads += [f"ms a step, B = {batch}", "tokens/s", "peak GB"]
+        if rows:
+            parts.append(f"{title}:\n\n" + grid(heads, rows))
+    return "\n\n".join(parts) or "Not measured."
+
+
+ARMS = {"eager": "transformers with FLA, eager", "compile": "transformers with FLA, torch.compile, reduce-overhead"}
 
 
 def about(r: Results) -> str:
     a = r.data["about"]
     steps = ", ".join(f"{s['steps']} of {s['batch']} × {s['tokens']}" for s in r.data["bases"][0]["stages"])
     further = max((t["steps"] for t in r.data.get("trained", ())), default=0)
+    size = a["settings"]["further"]
+    runs = [*a.get("before", []), a]
+    said = "; then ".join(f"`{x['command']}`, commit {x['commit'][:10]}" for x in runs)
     text = (
-        f"`{a['command']}`, commit {a['commit'][:10]}, {a['hardware']}, torch {a['torch']}, Triton {a['triton']}, "
+        f"{said}. {a['hardware']}, torch {a['torch']}, Triton {a['triton']}, "
         f"transformers {a['transformers']}; text of Python {a['corpus']['python']}, "
         f"{a['corpus']['train_bytes'] / 1e6:.1f} MB to train and {a['corpus']['heldout_bytes'] / 1e6:.2f} MB held out "
-        f"(SHA-256 {a['corpus']['sha256'][:12]}). Steps of a base: {steps} bytes; of each further training: {further}."
+        f"(SHA-256 {a['corpus']['sha256'][:12]}). Steps of a base: {steps} bytes; of each further training: "
+        f"{further} of {size['count']} × {size['length']} bytes."
     )
     return textwrap.fill(text, 118, break_on_hyphens=False, break_long_words=False)
 
 
-def readme(r: Results) -> str:
-    rows = []
-    for name in HEADLINE:
-        costs = {x["seed"]: x["cost"] for x in r.some("gdn", name, weights="control")}
-        after = seeds(r.rows, "gdn", f"qat {name}", name, "bits")
-        exact = seeds(r.rows, "gdn", "control", "exact", "bits")
-        ptq = [f"{costs[s]:+.4f}" for s in sorted(costs)]
-        qat = [f"{after[s] - exact[s]:+.4f}" for s in sorted(after)]
-        rows.append([name, _bytes(name), " / ".join(ptq), " / ".join(qat) or "not run"])
-    exact = seeds(r.rows, "gdn", "control", "exact", "bits")
-    first = ["exact fp32", "4.00", " / ".join(f"{exact[s]:.4f}" for s in sorted(exact)) + " in all", ""]
-    table = grid(["state", "bytes a value", "bits per byte, change: seeds 0 / 1 / 2", "after QAT"], [first, *rows])
-    back = {name: Rows(r.rows).won_back(name) for name in ("int8 token", "nvfp4 token")}
-    text = (
-        f"QAT won back {back['int8 token']} of what int8 costs and {back['nvfp4 token']} of nvfp4, in each seed that "
-        "was run; it also took some of the recall."
+def before(r: Results) -> str:
+    """The runs before this one, whose bases did not all learn to remember."""
+    words = (
+        "With the classes' own initialisation and keys of letters that texts have too",
+        "With today's, and no warm-up of the learning rate",
     )
-    return f"{table}\n\n{textwrap.fill(text, 118)}"
+    parts = []
+    for word, run in zip(words, r.before, strict=True):
+        learnt = sum(base["recall"] > 0.9 for base in run["bases"])
+        costs = {
+            name: [x["cost"] for x in run["rows"] if (x["model"], x["policy"]) == ("gdn", name)]
+            for name in ("int8 token", "fp8 token")
+        }
+        span = {name: f"{min(found):+.3f} to {max(found):+.3f}" for name, found in costs.items() if len(found) > 1}
+        said = f"{word}, {learnt} of {len(run['bases'])} bases learnt recall (commit {run['about']['commit'][:7]})"
+        if span:
+            said += (
+                f"; int8 in token mode then cost GDN {span['int8 token']} bits per byte, and fp8 {span['fp8 token']}"
+            )
+        parts.append(said + ".")
+    link = "[quality_before.json](../benchmarks/results/quality_before.json)"
+    text = f"**Runs before this one** ({link}) are not in the tables. {' '.join(parts)}"
+    return textwrap.fill(text, 118, initial_indent="* ", subsequent_indent="  ", break_on_hyphens=False)
+
+
+def readme(r: Results) -> str:
+    def left(model: str, name: str) -> str:
+        j = judged(r.rows, model, f"qat {name}", name, "bits")
+        return "not run" if j is None else pm(j.left)
+
+    def bits(model: str) -> str:
+        s = spread(seeds(r.rows, model, "control", "exact", "bits").values())
+        return "-" if s is None else f"{s.mean:.3f} ± {s.spread or 0:.3f} in all"
+
+    rows = [["exact fp32", "4.00", *(cell for model in r.models for cell in (bits(model), ""))]]
+    for name in HEADLINE:
+        cells = []
+        for model in r.models:
+            costs = spread(x["cost"] for x in r.some(model, name, weights="control"))
+            cells += [pm(costs), left(model, name)]
+        rows.append([name, " / ".join(dict.fromkeys(_bytes(model, name) for model in r.models)), *cells])
+    heads = ["state", "bytes a value"]
+    for model in r.models:
+        heads += [f"{NAMES[model]}: change", "after QAT"]
+    before, last = horizons(r)[-2:]
+
+    def right(name: str, weights: str) -> str:
+        found = [r.mean(model, name, lambda x: x["recall"][last], weights=weights) for model in r.models]
+        return " and ".join(f"{100 * x.mean:.0f}" for x in found if x is not None) + " %"
+
+    arms = [("exact", "control", "with an exact state"), ("int8 token", "control", "in int8 token mode")]
+    arms += [("fp8 token", "control", "in fp8"), ("fp8 token", "qat fp8 token", "in fp8 after QAT")]
+    arms += [("fp8 replay 8", "control", "in fp8 replay 8")]
+    said = ", ".join(f"{right(name, weights)} {where}" for name, weights, where in arms)
+    where = f"{int(before):,} to {int(last):,} bytes away"
+    text = f"Bits do not show it all. Of answers {where} there are right (GDN and KDA): {said}."
+    return f"{grid(heads, rows)}\n\n{textwrap.fill(text, 118, break_on_hyphens=False)}"
 
 
 BOX = Box(left=62, top=34, width=470, height=240, margin=230, gap=16)
@@ -356,12 +487,14 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "bases": bases,
     "ptq": ptq,
     "seeds": by_seed,
-    "kda": lambda r: on_cpu(r, "kda"),
-    "stochastic": lambda r: on_cpu(r, "gdn"),
     "horizon": by_horizon,
     "recovered bits": lambda r: recovered(r, "bits"),
     "recovered recall": lambda r: recovered(r, "recall"),
     "recovered copy": lambda r: recovered(r, "copy"),
+    "paid": paid,
+    "distilled": distilled,
+    "serving": serving,
+    "before": before,
     "others": others,
     "prefill": prefill,
     "readme": readme,
@@ -379,7 +512,7 @@ def filled(text: str, results: Results) -> str:
 
 def pages(data: dict[str, Any]) -> dict[str, str]:
     """Every file that this script writes, by its path from the root folder."""
-    results = Results(data, json.loads(ON_CPU.read_text(encoding="utf-8")) if ON_CPU.exists() else None)
+    results = Results(data, read(GENERATE), json.loads(BEFORE.read_text(encoding="utf-8"))["runs"])
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/quality.md", "README.md")}
     return {**{name: filled(text, results) for name, text in texts.items()}, **plots(results)}
 

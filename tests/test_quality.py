@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import lattn_compile as lc
+from benchmarks import generate
 from benchmarks.quality import tasks, verdict
 from benchmarks.quality.config import FULL, HEADLINE, NEAREST, OTHERS, RULE, TINY, arms
 from benchmarks.quality.text import load_corpus
@@ -17,10 +19,11 @@ from lattn_compile.testing.backend import recorded
 
 pytest.importorskip("transformers")
 
+from benchmarks.quality.findings import shares
 from benchmarks.quality.lab import Lab
 from benchmarks.quality.measure import evaluate
 from benchmarks.quality.models import Size, build, linear_layers, logits_of, recurrence, under
-from benchmarks.quality.train import Arm, Plan, run
+from benchmarks.quality.train import Arm, Plan, loss_of, rate, run
 
 _SIZE = Size(hidden=32, inner=32, linear=2, heads=2, dim=16)
 
@@ -66,32 +69,72 @@ def test_every_question_has_its_answer_earlier_in_the_sequence() -> None:
     corpus = load_corpus()
     generator = torch.Generator().manual_seed(0)
     trained = tasks.recalling(corpus.train, 8, 512, generator, 12)
+    copied = tasks.copying(corpus.train, 8, 512, generator, 12)
     held = tasks.measured(corpus.heldout, {"text": 2, "recall": 4, "copy": 8}, 1024, 0)
     for batch in (trained, held["recall"]):
         answers = _answers(batch, "recall")
-        assert len(answers) >= len(batch) * 15
-        for _, _, seen in answers:
-            mark, key, value = seen[-3:]
-            assert mark == 2 and seen.index(bytes((1, key, value))) < len(seen) - 3
-    for row, at, seen in _answers(held["copy"], "copy"):
-        start = seen.rindex(b"\4")
-        assert seen[1 : 1 + at - start] == seen[start + 1 :], row
+        assert len(answers) >= len(batch) * 18
+        for row, _, seen in answers:
+            key, value = seen[-2:]
+            assert 128 <= key < 192 <= value < 224
+            first = seen.index(key)
+            assert first < len(seen) - 2 and seen[first + 1] == value, row
+    for batch in (copied, held["copy"]):
+        assert {len([r for r, _, _ in _answers(batch, "copy") if r == row]) % 31 for row in range(8)} == {0}
+        for row, at, seen in _answers(batch, "copy"):
+            start = seen.rindex(b"\3")
+            assert start > 31 and seen[1 : 1 + at - start] == seen[start + 1 :], row
     # Each pair is asked for once, and none is stored behind the prefix.
     for row in held["recall"].ids.tolist():
-        assert 1 not in row[tasks.PREFIX :]
-        keys = [row[i + 1] for i, byte in enumerate(row) if byte == 2]
-        assert len(keys) == len(set(keys)) == 15
+        stored, keys = row[: 2 * tasks.PAIRS : 2], [x for x in row[tasks.PREFIX :] if 128 <= x < 192]
+        assert len(set(stored)) == tasks.PAIRS and set(keys) <= set(stored)
+        assert len(keys) == len(set(keys)) == 18
     per_bucket = [
         sum(low <= at - 1 - tasks.PREFIX < high for _, at, _ in _answers(held["recall"], "recall"))
         for low, high in ((0, 64), (64, 256), (256, 1024))
     ]
-    assert per_bucket == [20, 20, 20]
+    assert per_bucket == [24, 24, 24]
+
+
+def test_models_begin_able_to_look_up_what_followed() -> None:
+    """Keys are the queries one byte later, in every linear layer; and nothing that is learnt is zero or huge."""
+    for kind in ("gdn", "kda"):
+        model, seen = build(kind, _SIZE, 1), list[tuple[torch.Tensor, torch.Tensor]]()
+
+        def look(
+            i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor, seen: Any = seen
+        ) -> torch.Tensor:
+            seen.append((q, k))
+            return v
+
+        ids = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+        with torch.no_grad(), recurrence(look, _SIZE.linear):
+            logits_of(model, ids)
+        assert len(seen) == _SIZE.linear
+        for q, k in seen:
+            after, same = (
+                torch.cosine_similarity(a.flatten(2), b.flatten(2), dim=-1).mean()
+                for a, b in ((q[:, :-1], k[:, 1:]), (q, k))
+            )
+            assert after > 0.85 > same + 0.1, (kind, after, same)
+
+
+def test_each_kind_of_byte_has_its_share_of_the_loss() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 50, 256, generator=generator)
+    ids = torch.randint(256, (2, 51), generator=generator, dtype=torch.uint8)
+    kinds = torch.zeros(2, 50, dtype=torch.uint8)
+    kinds[0, :30], kinds[0, 40], kinds[1, 4:9] = 1, 2, 3
+    nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:].long(), reduction="none")
+    want = nats[0, :30].mean() + 0.5 * nats[0, 40] + 0.25 * nats[1, 4:9].mean()
+    torch.testing.assert_close(loss_of(logits, ids, kinds), want)
+    assert loss_of(logits, ids, torch.zeros_like(kinds)) == 0
 
 
 def test_texts_are_apart_and_batches_repeat() -> None:
     corpus = load_corpus()
     train = bytes(corpus.train.tolist())
-    assert min(corpus.train.min(), corpus.heldout.min()) >= 8
+    assert min(corpus.train.min(), corpus.heldout.min()) >= 8 and max(corpus.train.max(), corpus.heldout.max()) < 128
     assert corpus.about["heldout_files"] > 10 and len(corpus.heldout) > 300_000
     windows = [bytes(corpus.heldout[i : i + 400].tolist()) for i in range(0, len(corpus.heldout) - 400, 40_000)]
     assert sum(window in train for window in windows) <= 1  # a licence may be in many files
@@ -134,7 +177,7 @@ def test_qat_sees_the_rounding_and_qad_its_teacher() -> None:
     weights = [torch.cat([p.flatten() for p in arm.model.parameters()]) for arm in (exact, again, qat, qad)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2]) and not torch.equal(weights[2], weights[3])
-    assert 0 < qad.curve[-1][1] < 1e-2 < qat.curve[-1][1]
+    assert 0 < qad.curve[-1][1] < 0.02 * qat.curve[-1][1], "a teacher is nearer than the text"
 
 
 def test_a_checkpoint_has_the_weights_in_float16_and_a_failure_is_written_down(tmp_path: Path) -> None:
@@ -145,6 +188,21 @@ def test_a_checkpoint_has_the_weights_in_float16_and_a_failure_is_written_down(t
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(a.half().float(), b)
     assert lab.attempt("fails", lambda: 1 / 0) is False and lab.has("failed fails")
+
+
+def test_a_training_begins_slowly_whatever_the_clock_says() -> None:
+    """By the clock, what passes before the first step would count, and a model begin at the full rate."""
+    peak = 3e-3
+    assert rate(0.1, peak, 1 / 50) == pytest.approx(peak / 50) and rate(0.1, peak, 2.0) == peak
+    assert rate(1.0, peak) == pytest.approx(peak / 20) and rate(0.0, peak, 0.5) == peak / 2
+    arm = Arm(
+        "x", build("gdn", _SIZE, 0), Plan(peak=peak, warm=4), tasks.Mixture(load_corpus().train, 2, 96, 0, (0.5, 0.0))
+    )
+    seen = []
+    arm.step = seen.append  # type: ignore[method-assign]
+    for arm.steps in range(6):
+        run([arm], steps=1, done=lambda n: 0.5, every=99, tick=lambda text: None)
+    assert seen == pytest.approx([peak * x for x in (0.25, 0.5, 0.75, 1.0, 1.0, 1.0)])
 
 
 def _rows(weights: str, policy: str, bits: list[float], **more: Any) -> list[dict[str, Any]]:
@@ -173,6 +231,25 @@ def test_the_rule_that_was_fixed_beforehand(under_policy: list[float], qat: list
     assert "at least half" in RULE
 
 
+def test_what_is_won_back_is_of_what_the_training_began_with() -> None:
+    """QAT sees labels, as its control does; QAD sees its teacher, the base."""
+    name, rows = "int8 token", list[dict[str, Any]]()
+    for weights, exact, under_policy in (("base", 1.3, 1.5), ("control", 1.2, 1.6)):
+        rows += _rows(weights, "exact", [exact]) + _rows(weights, name, [under_policy])
+    rows += _rows(f"qat {name}", name, [1.3]) + _rows(f"qad {name}", name, [1.4])
+    assert shares(rows, "gdn", f"qat {name}", name) == {0: pytest.approx(0.75)}
+    assert shares(rows, "gdn", f"qad {name}", name) == {0: pytest.approx(0.5)}
+
+
+def test_rows_of_weights_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    lab = Lab(TINY, tmp_path, "cpu")
+    names = ["gdn 0 qat int8 token exact", "gdn 0 qat int8 token int8 token", "gdn 0 qat int8 replay 8 exact"]
+    for name in names:
+        lab.write(name, {})
+    lab.forget_rows("gdn", 0, "qat int8 token")
+    assert [lab.has(name) for name in names] == [False, False, True]
+
+
 def test_an_order_is_of_rows_that_are_apart_and_a_broken_one_is_seen() -> None:
     def rows(weights: str, policy: str, changes: list[float]) -> list[dict[str, Any]]:
         return [row | {"dlogp": {"256": row["bits"]["all"]}} for row in _rows(weights, policy, changes)]
@@ -195,6 +272,23 @@ def test_what_is_run_covers_what_was_asked_for() -> None:
         with torch.device("meta"):
             model = build(kind, FULL.size, 0)
         assert sum(p.numel() for p in model.parameters()) < 15_000_000
+
+
+def test_generating_is_timed_between_two_lengths_of_one_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    import argparse
+
+    monkeypatch.setattr(generate, "SECONDS", 0.0)
+    monkeypatch.setattr(generate, "LONG", 24)
+    args = argparse.Namespace(device="cpu", tiny=True, checkpoint=None, commit="c")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "fla", None)
+        row = generate.measure("trained/eager/2", args)
+    assert row["rounds"] == 1 and row["tokens_per_s"] * row["ms"] == pytest.approx(2000)
+    assert row["states_gb_fp32"] == pytest.approx(4e-9 * 2 * TINY.size.linear * 2 * 16 * 16)
+    names = [p.split("/") for p in generate.parts(False)]
+    assert {n for _, arm, n in names} == {"1", "64"} and {m for m, _, _ in names} == {"shaped", "trained"}
+    for name, policy in generate.policies().items():
+        assert name == "exact" or policy == NEAREST[name]
 
 
 def test_docs_have_the_numbers_of_the_results() -> None:

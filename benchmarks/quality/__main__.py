@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="where the bases' checkpoints are copied to")
     parser.add_argument("--resume", type=Path, help="results to go on from; checkpoints are looked for beside them")
     parser.add_argument("--commit", default="", help="the commit of the results, where there is no git")
+    parser.add_argument("--bases", action="store_true", help="train and measure the bases only; --resume goes on")
+    parser.add_argument("--together", type=int, help="further trainings side by side, where memory is short")
     parser.add_argument("--shares", type=int, default=6, help="processes that compile")
     parser.add_argument("--steps", type=int, help="of further trainings")
     args = parser.parse_args(argv)
@@ -80,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
             for log in sorted(folder.glob("ahead_*.log")):
                 print(log.name, log.read_text(errors="replace")[-1500:], flush=True)
         elif device == "cuda":
-            on_gpu(s, NAMED[name], args.shares, args.steps)
+            on_gpu(s, NAMED[name], args.shares, args.steps, training=not args.bases, together=args.together)
         else:
             on_cpu(s, NAMED[name], everything=not args.reduced)
     finally:

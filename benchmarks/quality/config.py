@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import lattn_compile as lc
 from benchmarks.quality.models import Size
@@ -12,7 +13,9 @@ __all__ = [
     "CALIBRATED",
     "FULL",
     "HEADLINE",
+    "INVERSES",
     "NEAREST",
+    "OPERANDS",
     "OTHERS",
     "PREFILLS",
     "REDUCED",
@@ -72,18 +75,33 @@ HEADLINE = tuple(f"{f} {w}" for w in ("token", "replay 8") for f in _FORMATS)
 """Measured with every seed."""
 
 _SITES = ("kk", "qk", "w", "u", "ws", "qs", "av", "kv")
-_ALL = {name: dict.fromkeys(_SITES, fmt) for name, fmt in (("int8", "int8"), ("fp8", "fp8_e4m3"), ("nvfp4", "nvfp4"))}
-PREFILLS: dict[str, lc.Prefill] = {
-    "int8 operands, exact inverse": lc.Prefill(_ALL["int8"]),
-    "fp8 operands, exact inverse": lc.Prefill(_ALL["fp8"]),
-    "nvfp4 operands, exact inverse": lc.Prefill(_ALL["nvfp4"]),
-    "fp8 operands of kk, qk, qs, kv, exact inverse": lc.Prefill(dict.fromkeys(("kk", "qk", "qs", "kv"), "fp8_e4m3")),
-    "fp32 operands, neumann(15)": lc.Prefill(inverse=lc.Neumann(order=15)),
-    "fp32 operands, newton_schulz(4)": lc.Prefill(inverse=lc.NewtonSchulz(iterations=4)),
-    "fp32 operands, block_doubling(16)": lc.Prefill(inverse=lc.BlockDoubling(16)),
-    "fp8 operands, block_doubling(16)": lc.Prefill(_ALL["fp8"], inverse=lc.BlockDoubling(16)),
+OPERANDS: dict[str, dict[str, str]] = {
+    "fp32 operands": {},
+    "int8 operands": dict.fromkeys(_SITES, "int8"),
+    "fp8 operands": dict.fromkeys(_SITES, "fp8_e4m3"),
+    "nvfp4 operands": dict.fromkeys(_SITES, "nvfp4"),
+    "fp8 operands of kk, qk": dict.fromkeys(("kk", "qk"), "fp8_e4m3"),
+    "fp8 operands of kk, qk, qs, kv": dict.fromkeys(("kk", "qk", "qs", "kv"), "fp8_e4m3"),
+    "fp8 operands of ws, qs, av, kv": dict.fromkeys(("ws", "qs", "av", "kv"), "fp8_e4m3"),
+    "int8 operands of all but w, u": {site: "int8" for site in _SITES if site not in ("w", "u")},
 }
-"""Of the exact prefill, every token of which is prefix."""
+INVERSES: dict[str, Any] = {
+    "exact inverse": "exact",
+    "neumann(15)": lc.Neumann(order=15),
+    "neumann(63)": lc.Neumann(order=63),
+    "newton_schulz(4)": lc.NewtonSchulz(iterations=4),
+    "newton_schulz(6)": lc.NewtonSchulz(iterations=6),
+    "block_doubling(8)": lc.BlockDoubling(8),
+    "block_doubling(16)": lc.BlockDoubling(16),
+}
+_EVERY = ("fp32 operands", "int8 operands", "fp8 operands", "nvfp4 operands")
+PREFILLS: dict[str, lc.Prefill] = {
+    f"{operands}, {inverse}": lc.Prefill(OPERANDS[operands], inverse=INVERSES[inverse])
+    for operands in OPERANDS
+    for inverse in INVERSES
+    if (operands in _EVERY or INVERSES[inverse] == "exact") and (OPERANDS[operands] or INVERSES[inverse] != "exact")
+}
+"""Of the exact prefill, every token of which is prefix: parts of the products with the exact inverse only."""
 
 CALIBRATED = (
     lc.Policy(lc.Int8()),
@@ -142,33 +160,27 @@ class Settings:
     seeds: int = 3
     size: Size = field(default_factory=Size)
     curriculum: tuple[tuple[Batches, float], ...] = (
-        (Batches(48, 192, 4), 0.4),
-        (Batches(24, 384, 12), 0.2),
-        (Batches(12, 1024, 24), 0.2),
-        (Batches(4, 4160), 0.2),
+        (Batches(48, 192, 4), 0.15),
+        (Batches(24, 384, 8), 0.1),
+        (Batches(12, 1024, 24), 0.3),
+        (Batches(4, 4160, 100), 0.45),
     )
-    further: Batches = Batches(8, 1088, 24)
-    recall: float = 0.5
-    copy: float = 0.125
+    further: Batches = Batches(4, 4160, 100)
+    recall: float = 0.375
+    copy: float = 0.25
     base_steps: int | None = None
-    steps: int = 120
-    base: Plan = field(default_factory=lambda: Plan(peak=3e-3))
+    steps: int = 100
+    base: Plan = field(default_factory=lambda: Plan(peak=3e-3, warm=50))
     peak: float = 3e-4
     qad_peak: float = 2e-4
     counts: tuple[int, int, int] = (48, 96, 48)
     horizon: int = 4096
     small: tuple[int, int, int] = (16, 32, 16)
     small_horizon: int = 1024
-    trained: tuple[str, ...] = ("nvfp4 token", "int8 token", "nvfp4 replay 8", "int8 replay 8")
+    trained: tuple[str, ...] = HEADLINE
     trained_once: tuple[tuple[str, str], ...] = (
-        ("qad", "nvfp4 token"),
-        ("qad", "int8 token"),
-        ("qad", "nvfp4 replay 8"),
-        ("qat", "fp8 token"),
-        ("qat", "fp8 replay 8"),
-        ("qat", "nvfp4 replay 16"),
-        ("qad", "int8 replay 8"),
-        ("qad", "fp8 token"),
+        *(("qad", name) for name in HEADLINE),
+        *(("qat", f"{f} replay 16") for f in _FORMATS),
     )
     text: int | None = None
     headline_only: bool = False

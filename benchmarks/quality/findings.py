@@ -5,109 +5,223 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.quality.config import HEADLINE
-from benchmarks.quality.verdict import seeds
+from benchmarks.quality.tasks import BUCKETS, PAIRS
+from benchmarks.quality.verdict import judged, metric, seeds
 
-__all__ = ["Rows", "findings"]
+__all__ = ["findings", "shares"]
 
 Row = dict[str, Any]
+NAMES = {"gdn": "GDN", "kda": "KDA"}
+INT8, FP8, NVFP4 = "int8 token", "fp8 token", "nvfp4 token"
 
 
 def _short(x: float) -> str:
     return f"{x:.2g}".replace("e+", "e")
 
 
+def _span(values: list[float], digits: int = 3, sign: str = "+", by: float = 1.0) -> str:
+    low, high = (f"{by * x:{sign}.{digits}f}" for x in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
 class Rows:
-    """Rows of the Gated DeltaNet model, of the first seed where none is named."""
+    """Rows of a run, of one kind of model after another."""
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows
+        self.models = [m for m in NAMES if any(r["model"] == m for r in rows)]
 
-    def one(self, policy: str, weights: str = "base", small: bool = False) -> Row:
-        wanted = ("gdn", 0, weights, policy, small)
-        return next(
-            r for r in self.rows if (r["model"], r["seed"], r["weights"], r["policy"], r["small"]) == wanted
-        )  # fmt: skip
+    def some(self, model: str, policy: str, weights: str = "base", small: bool = False) -> dict[int, Row]:
+        """Seed -> row."""
+        wanted = (model, weights, policy, small)
+        return {
+            r["seed"]: r for r in self.rows if (r["model"], r["weights"], r["policy"], r["small"]) == wanted
+        }  # fmt: skip
 
-    def costs(self, policy: str) -> dict[int, float]:
-        """Bits per byte that the policy costs the control, by seed."""
-        wanted = ("gdn", "control", policy)
-        return {r["seed"]: r["cost"] for r in self.rows if (r["model"], r["weights"], r["policy"]) == wanted}
+    def costs(self, model: str, policy: str, weights: str = "base", small: bool = False) -> list[float]:
+        return [r["cost"] for r in self.some(model, policy, weights, small).values() if r["cost"] is not None]
 
-    def right(self, policy: str, step: str, weights: str = "base") -> str:
-        return f"{100 * self.one(policy, weights)['recall'][step]:.0f} %"
+    def right(self, model: str, policy: str, step: str, of: str = "recall") -> list[float]:
+        return [r[of][step] for r in self.some(model, policy).values() if r[of].get(step) is not None]
 
-    def change(self, policy: str, step: str) -> str:
-        return _short(self.one(policy)["dlogp"][step])
-
-    def won_back(self, policy: str) -> str:
-        """Share of the cost in bits, the least and the most of the seeds."""
-        exact, under, after = (
-            seeds(self.rows, "gdn", weights, name, "bits")
-            for weights, name in (("control", "exact"), ("control", policy), (f"qat {policy}", policy))
-        )
-        found = [100 * (under[s] - after[s]) / (under[s] - exact[s]) for s in after]
-        return f"{min(found):.0f} to {max(found):.0f} %"
-
-    def paid(self, policy: str) -> str:
-        """What QAT costs the exact model, in bits per byte."""
-        after, control = self.one("exact", f"qat {policy}"), self.one("exact", "control")
-        return f"{after['bits']['all'] - control['bits']['all']:+.3f}"
+    def each(self, say: Any) -> str:
+        """What `say(model)` says, of one model after another."""
+        return "; ".join(f"{NAMES[m]} {say(m)}" for m in self.models)
 
 
-def _range(values: dict[int, float], digits: int = 4) -> str:
-    return f"{min(values.values()):+.{digits}f} to {max(values.values()):+.{digits}f}"
+def shares(rows: list[Row], model: str, weights: str, policy: str, of: str = "bits") -> dict[int, float]:
+    """Seed -> the part of its own cost that a training won back; of seeds that pay anything.
+
+    QAT is held against the control, QAD against the base: it sees no labels, and the base is its teacher.
+    """
+    start = "base" if weights.startswith("qad") else "control"
+    exact, under = (seeds(rows, model, start, p, of) for p in ("exact", policy))
+    after = seeds(rows, model, weights, policy, of)
+    both = exact.keys() & under.keys() & after.keys()
+    return {s: (under[s] - after[s]) / (under[s] - exact[s]) for s in sorted(both) if under[s] > exact[s]}
 
 
 def findings(data: dict[str, Any]) -> list[str]:
     """Sentences about the results of one run, as `results.collect` writes them."""
     r = Rows(data["rows"])
-    int8, fp8, nvfp4 = ("int8 token", "fp8 token", "nvfp4 token")
-    cost = {name: r.costs(name) for name in HEADLINE}
-    steps = [str(h) for h in r.one("exact")["horizons"]]
-    first, before, last = steps[0], steps[-2], steps[-1]
-    ratios = [cost[int8][s] / cost[fp8][s] for s in cost[fp8]]
-    factor = max(cost[nvfp4].values()) / min(cost[nvfp4].values())
-    grown = max(layer[-1] for layer in r.one(nvfp4)["drift"])
-    small = {name: r.one(name, small=True)["cost"] for name in (int8, f"{int8}, int4 feedback", "calibrated")}
-    prefill = {f: r.one(f"prefill: {f} operands, exact inverse", small=True)["cost"] for f in ("int8", "fp8", "nvfp4")}
-    others = {s: x for s, x in cost[int8].items() if s}
-    count = data["trained"][0]["steps"]
+    steps = [str(h) for h in next(iter(r.some(r.models[0], "exact").values()))["horizons"]]
+    settings = data["about"]["settings"]
+    answers = settings["counts"][1] * (PAIRS // len(BUCKETS))
+    return [*_paid(r, steps, answers), *_trained(r, data), *_others(r, settings["small_horizon"])]
 
-    def falls(policy: str) -> str:
-        return f"{r.right(policy, 'all', 'control')} to {r.right(policy, 'all', f'qat {policy}')}"
+
+def _paid(r: Rows, steps: list[str], answers: int) -> list[str]:
+    first, before, last = steps[0], steps[-2], steps[-1]
+
+    def recall(policy: str, step: str = last) -> str:
+        return r.each(lambda m: f"{_span(r.right(m, policy, step), 0, '', 100)} %")
+
+    better = sum(
+        r.some(m, FP8)[s]["cost"] < r.some(m, INT8)[s]["cost"] for m in r.models for s in r.some(m, INT8)
+    )  # fmt: skip
+    count = sum(len(r.some(m, INT8)) for m in r.models)
+    grown = [max(layer[-1] for layer in x["drift"]) for m in r.models for x in r.some(m, NVFP4).values()]
+
+    def by_horizon(policy: str, step: str) -> str:
+        return _span([x["dlogp"][step] for m in r.models for x in r.some(m, policy).values()], 3, "")
 
     return [
-        "**A model pays for the memory that it uses.** The base that learnt recall (seed 0) pays "
-        f"{cost[int8][0]:+.3f} bits per byte for int8 in token mode, the others {_range(others, 3)}. What a state "
-        "costs cannot be measured on a model that has little to remember.",
-        f"**fp8 is the better 8-bit state here**: int8 costs {min(ratios):.1f} to {max(ratios):.1f} times as many bits "
-        "per byte in token mode, in every seed. With random inputs ([drift.md](drift.md)) and in a trained model with "
-        "heads of 32 × 32 ([logprob.md](../benchmarks/results/logprob.md)) it is the other way round: measure it on "
-        "the model in question, as `lc.calibrate` does.",
-        f"**A write every 8 tokens instead of every token**: int8 from {_range(cost[int8])} down to "
-        f"{_range(cost['int8 replay 8'])}, fp8 from {_range(cost[fp8])} to {_range(cost['fp8 replay 8'])}.",
-        f"**It grows with the horizon.** Mean |Δ log p| of int8 in token mode is {r.change(int8, first)} over the "
-        f"first {first} bytes and {r.change(int8, last)} from {before} to {last}; of fp8 replay 8, "
-        f"{r.change('fp8 replay 8', first)} and {r.change('fp8 replay 8', last)}.",
-        f"**nvfp4 in token mode grows without bound here too**: one layer's state ends {_short(grown)} times its own "
-        f"size off, and the text costs {_range(cost[nvfp4], 3)} bits per byte over {last} bytes. Over the first "
-        f"{first} its change is {r.change(nvfp4, first)}, not far from int8's {r.change(int8, first)}.",
-        f"**Recall is sturdier than the prediction of text.** Of answers {before} to {last} bytes away "
-        f"{r.right('exact', last)} are right with an exact state, {r.right(int8, last)} in int8, "
-        f"{r.right(fp8, last)} in fp8 and {r.right(nvfp4, last)} in nvfp4, token mode (seed 0's base; 480 answers).",
-        f"**QAT of {count} steps won back {r.won_back(int8)} of what int8 costs in bits, and {r.won_back(nvfp4)} of "
-        "nvfp4**, token mode, in the seeds that were run. By the rule that was fixed beforehand that is no verdict of "
-        "recovery: the rule asks for a cost above two spreads, and the seeds' costs differ by a factor of "
-        f"{factor:.0f}, because one of them learnt to remember and two did not. The shares are of each seed's own.",
-        f"**QAT is not free.** Seed 0's exact bits per byte end {r.paid(int8)} (int8) and {r.paid(nvfp4)} (nvfp4) "
-        f"against the control's, and right answers of recall under the policy fall from {falls(int8)} in int8 and "
-        f"from {falls(nvfp4)} in nvfp4. It was trained over 1,088 bytes and is measured over {last}.",
-        f"**An int4 residual is worth its half byte for int8**: {small[int8]:+.4f} becomes "
-        f"{small[f'{int8}, int4 feedback']:+.4f} over 1,024 bytes. For fp8 it buys little.",
-        "**The recipe of lc.calibrate**, within three quarters of the bytes of int8 (nvfp4 replayed over 16 tokens "
-        f"with int8 factors, in every layer), costs {small['calibrated']:+.4f} where int8 in token mode costs "
-        f"{small[int8]:+.4f}.",
-        f"**Prefill**: all operands in int8 ({prefill['int8']:+.4f}) or fp8 ({prefill['fp8']:+.4f}) cost nothing that "
-        f"shows; in nvfp4 they cost {prefill['nvfp4']:+.4f}. The truncated inverses neumann(15) and newton_schulz(4) "
-        "give numbers that are not finite on this model; block_doubling(16) is exact.",
+        f"**Bits per byte over {last} decoded bytes, all seeds.** int8 in token mode costs "
+        f"{r.each(lambda m: _span(r.costs(m, INT8)))}. fp8: {r.each(lambda m: _span(r.costs(m, FP8)))}. nvfp4: "
+        f"{r.each(lambda m: _span(r.costs(m, NVFP4)))}. Exact bases need "
+        f"{r.each(lambda m: _span([x['bits']['all'] for x in r.some(m, 'exact').values()], 2, ''))}.",
+        "**The loss on text and memory do not agree on which 8 bits are better.** In bits per byte "
+        "fp8 costs less than "
+        f"int8 in {better} of {count} bases. Of answers {before} to {last} bytes away there are right in int8: "
+        f"{recall(INT8)}; in fp8: {recall(FP8)}; exactly: {recall('exact')} (token mode; {answers} "
+        "answers a base). Text is "
+        "predicted from what was just seen, and an error in an old entry shows in recall only. Measure what the model "
+        "is for.",
+        f"**A write every 8 tokens instead of every token** brings int8 to "
+        f"{r.each(lambda m: _span(r.costs(m, 'int8 replay 8'), 4))} and fp8 to "
+        f"{r.each(lambda m: _span(r.costs(m, 'fp8 replay 8'), 4))} bits per byte, and recall of the "
+        "farthest answers to "
+        f"{recall('int8 replay 8')} and {recall('fp8 replay 8')}.",
+        "**It grows with the horizon.** Mean |Δ log p| of int8 in token mode is "
+        f"{by_horizon(INT8, first)} over the first "
+        f"{first} bytes and {by_horizon(INT8, last)} from {before} to {last}; of fp8 {by_horizon(FP8, first)} and "
+        f"{by_horizon(FP8, last)}; of fp8 replay 8 {by_horizon('fp8 replay 8', first)} and "
+        f"{by_horizon('fp8 replay 8', last)}.",
+        f"**nvfp4 in token mode is for short texts only.** Over the first {first} bytes its change is "
+        f"{by_horizon(NVFP4, first)}, not far from int8's, and from {before} to {last} {by_horizon(NVFP4, last)}; the "
+        f"layer that is farthest off ends {_short(min(grown))} to {_short(max(grown))} times its own "
+        "size away. Replayed "
+        f"over 16 tokens it costs {r.each(lambda m: _span(r.costs(m, 'nvfp4 replay 16'), 4))}.",
+    ]
+
+
+def _trained(r: Rows, data: dict[str, Any]) -> list[str]:
+    if not data.get("trained"):
+        return []
+    count = max(t["steps"] for t in data["trained"])
+    said = []
+
+    def back(model: str, method: str, policy: str) -> str:
+        found = list(shares(r.rows, model, f"{method} {policy}", policy).values())
+        return f"{_span(found, 0, '', 100)} %" if found else "not run"
+
+    def all_back(method: str, policy: str) -> str:
+        return r.each(lambda m: back(m, method, policy))
+
+    verdicts: dict[str, list[str]] = {}
+    for model in r.models:
+        for name in HEADLINE:
+            j = judged(r.rows, model, f"qat {name}", name, "bits")
+            if j is not None:
+                verdicts.setdefault(j.verdict, []).append(f"{NAMES[model]} {name}")
+    rule = ". ".join(f"{word[0].upper()}{word[1:]}: {', '.join(names)}" for word, names in verdicts.items())
+    said.append(
+        f"**QAT of {count} steps won back**, of each seed's own cost in bits, {all_back('qat', INT8)} "
+        "in int8 token mode; "
+        f"{all_back('qat', FP8)} in fp8; {all_back('qat', NVFP4)} in nvfp4; in replay 8, int8 "
+        f"{all_back('qat', 'int8 replay 8')}, fp8 {all_back('qat', 'fp8 replay 8')}, nvfp4 "
+        f"{all_back('qat', 'nvfp4 replay 8')}."
+    )
+    said.append(f"**By the rule that was fixed beforehand**, in bits per byte: {rule}.")
+    helped = []
+    for model in r.models:
+        for name in HEADLINE:
+            j = judged(r.rows, model, f"qat {name}", name, "bits")
+            if j is not None and j.verdict == "not recovered" and j.gain.mean > 0:
+                helped.append(f"{NAMES[model]} {name} {100 * j.gain.mean / j.cost.mean:.0f} %")
+    if helped:
+        said.append(
+            "**Not recovered is not without help.** Of the mean cost there were won back: "
+            f"{', '.join(helped)}; the rule asks "
+            "for half, and for two spreads of three seeds. Where it says that no cost is shown, "
+            "three seeds differ too much."
+        )
+
+    def wrong(model: str, weights: str, policy: str, of: str) -> list[float]:
+        return [metric(of)(x) for x in r.some(model, policy, weights).values()]
+
+    def memory(policy: str) -> str:
+        def of(model: str) -> str:
+            if not wrong(model, f"qat {policy}", policy, "recall"):
+                return "not run"
+            parts = [
+                _span(wrong(model, w, policy, "recall"), 1, "", 100) for w in ("control", f"qat {policy}")
+            ]  # fmt: skip
+            return f"from {parts[0]} % to {parts[1]} %"
+
+        return r.each(of)
+
+    said.append(
+        "**Memory under QAT.** Wrong answers of recall over the whole suffix go in int8 token mode "
+        f"{memory(INT8)}; in fp8 "
+        f"{memory(FP8)}; in nvfp4 {memory(NVFP4)}."
+    )
+
+    def dearer(model: str, name: str) -> str:
+        after, control = (seeds(r.rows, model, w, "exact", "bits") for w in (f"qat {name}", "control"))
+        found = [after[s] - control[s] for s in after.keys() & control.keys()]
+        return _span(found) if found else "not run"
+
+    said.append(
+        "**QAT is for one policy.** With an exact state after all, a model trained under int8 in token mode needs "
+        f"{r.each(lambda m: dearer(m, INT8))} bits per byte against the control, under fp8 "
+        f"{r.each(lambda m: dearer(m, FP8))}, under nvfp4 {r.each(lambda m: dearer(m, NVFP4))}."
+    )
+    if any(t["trained"].startswith("qad") for t in data["trained"]):
+        said.append(
+            "**QAD**, held against its teacher, the base (one seed), won back "
+            f"{all_back('qad', INT8)} in int8 token mode, {all_back('qad', FP8)} in fp8 and "
+            f"{all_back('qad', NVFP4)} in nvfp4."
+        )
+    return said
+
+
+def _others(r: Rows, horizon: int) -> list[str]:
+    def small(policy: str) -> str:
+        return r.each(lambda m: _span(r.costs(m, policy, small=True), 4) if r.costs(m, policy, small=True) else "-")
+
+    def lost(operands: str, inverse: str) -> str:
+        name = f"prefill: {operands} operands, {inverse}"
+
+        def of(model: str) -> str:
+            found = r.some(model, name, small=True)
+            return f"{found[0]['cost']:+.4f}" if found and found[0]["cost"] is not None else "not finite"
+
+        return r.each(of)
+
+    return [
+        "**An int4 residual is worth its half byte.** Over {horizon:,} bytes int8 in token mode costs "
+        f"{small(INT8)}, with error "
+        f"feedback {small(f'{INT8}, int4 feedback')}, with stochastic rounding {small(f'{INT8}, stochastic')}; fp8 "
+        f"{small(FP8)}, {small(f'{FP8}, int4 feedback')} and {small(f'{FP8}, stochastic')}; nvfp4 {small(NVFP4)}, "
+        f"{small(f'{NVFP4}, int4 feedback')} and {small(f'{NVFP4}, stochastic')}.",
+        "**The recipe of lc.calibrate**, within three quarters of the bytes of int8, costs "
+        f"{small('calibrated')} where "
+        f"int8 in token mode costs {small(INT8)}.",
+        f"**Prefill**: all operands in int8 cost {lost('int8', 'exact inverse')}, in fp8 "
+        f"{lost('fp8', 'exact inverse')}, "
+        f"in nvfp4 {lost('nvfp4', 'exact inverse')}. Series cut at order 15 (neumann(15), "
+        "newton_schulz(4)) give numbers "
+        "that are not finite; newton_schulz(6), all 63 orders: "
+        f"{lost('fp32', 'newton_schulz(6)')}; block_doubling(16): {lost('fp32', 'block_doubling(16)')}.",
     ]

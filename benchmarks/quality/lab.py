@@ -140,5 +140,10 @@ class Lab:
     def forget(self, name: str) -> None:
         (self.folder / "parts" / f"{name}.json").unlink(missing_ok=True)
 
+    def forget_rows(self, kind: str, seed: int, weights: str) -> None:
+        """What was measured on some weights."""
+        for path in (self.folder / "parts").glob(f"{kind} {seed} {weights} *.json"):
+            path.unlink()
+
     def policies(self, kind: str, policy: lc.Policy | None) -> list[lc.Policy | None]:
         return [policy] * self.settings.size.linear

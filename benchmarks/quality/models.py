@@ -37,7 +37,7 @@ class Size:
 
     hidden: int = 256
     inner: int = 640
-    linear: int = 4
+    linear: int = 3
     heads: int = 2
     dim: int = 128
     positions: int = 4224
@@ -104,10 +104,45 @@ def build(kind: str, size: Size, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = MODELS[kind](size).float()
+        _spread(model)
         for module in model.modules():
             if hasattr(module, "A_log") and hasattr(module, "dt_bias"):
                 _slow_decay(module.get_parameter("A_log"), module.get_parameter("dt_bias"))
+            if hasattr(module, "conv1d"):
+                _look_up(module)
     return model
+
+
+_WRITERS = ("o_proj", "out_proj", "down_proj")
+
+
+@torch.no_grad()
+def _spread(model: Any) -> None:
+    """Matrices that keep the size of what goes through them: the classes' own (0.02 for all, short convolutions
+    included) are for widths of thousands. What layers add to the residual stream is smaller, so that the byte itself
+    is what the next layer sees."""
+    for name, p in model.named_parameters():
+        if "embed" in name:
+            p.normal_(0.0, 0.1)
+        elif p.dim() == 2:
+            p.normal_(0.0, (0.3 if name.split(".")[-2] in _WRITERS else 1.0) * p.shape[1] ** -0.5)
+
+
+@torch.no_grad()
+def _look_up(module: Any) -> None:
+    """Queries and keys begin as the same projection, of the byte itself and of the byte before: what followed a byte
+    can be looked up from the first step on, and need not be found by chance, which takes most of a short training."""
+    taps = module.conv1d.weight[:, 0]
+    if hasattr(module, "in_proj_qkvz"):  # a block for each key head: q, k, v, z
+        keys = module.key_dim
+        block = module.in_proj_qkvz.weight.view(module.num_k_heads, -1, module.hidden_size)
+        block[:, module.head_k_dim : 2 * module.head_k_dim] = block[:, : module.head_k_dim]
+    else:
+        keys = module.qkv_dim
+        module.k_proj.weight.copy_(module.q_proj.weight)
+    taps.uniform_(-0.1, 0.1)
+    taps[:, -1] += 1.0
+    taps[keys : 2 * keys] = taps[keys : 2 * keys].roll(-1, 1)
 
 
 @torch.no_grad()

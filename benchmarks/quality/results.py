@@ -56,6 +56,9 @@ def collect(
         "rule": RULE,
         "seconds": spent,
     }
+    before = folder / "before.json"
+    if before.exists():
+        about["before"] = json.loads(before.read_text())
     result = {"about": about, **{key: x for key, x in found.items() if x}}
     out.parent.mkdir(parents=True, exist_ok=True)
     whole = out.with_suffix(".tmp")
@@ -81,6 +84,9 @@ def restore(out: Path, folder: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"recipe_{x['model']}.json").write_text(json.dumps(x["recipe"]))
     (folder / "parts").mkdir(parents=True, exist_ok=True)
+    kept = ("command", "commit", "hardware", "torch", "triton", "transformers", "seconds")
+    earlier = result["about"].get("before", [])
+    (folder / "before.json").write_text(json.dumps([*earlier, {key: result["about"].get(key) for key in kept}]))
     for name, part in parts.items():
         (folder / "parts" / f"{name}.json").write_text(json.dumps(part))
     return len(parts)

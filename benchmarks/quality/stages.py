@@ -6,6 +6,7 @@ A part writes its results as soon as it has them, skips those that are there, an
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,10 +35,7 @@ from benchmarks.quality.models import linear_layers, logits_of, recurrence, unde
 from benchmarks.quality.tasks import PREFIX, Batch
 from benchmarks.quality.train import Arm, run
 
-LEARNT = 0.97
-"""Right answers in training, with which a stage of the curriculum has done its work."""
-
-__all__ = ["LEARNT", "ahead", "bases", "calibrate", "further", "measured", "others", "ptq", "rest", "text_only"]
+__all__ = ["ahead", "bases", "calibrate", "further", "ptq", "rows"]
 
 
 def _ready(arm: Arm) -> Arm:
@@ -86,11 +84,9 @@ def bases(lab: Lab, until: float, after: Path | None = None) -> None:
             _ready(arm)
         before = sum(x["steps"] for x in counts)
         if s.base_steps is None:
-            # A stage that ends early leaves its time to those behind it.
-            rest = sum(later for _, later in s.curriculum[number:])
-            end = time.perf_counter() + share / rest * (until - time.perf_counter())
-            n = run(made, until=end, done=lambda n: (time.perf_counter() - began) / (until - began),
-                    learnt=LEARNT if share < rest else 2.0, tick=_said)  # fmt: skip
+            later = sum(share for _, share in s.curriculum[number:])
+            end = time.perf_counter() + share / later * (until - time.perf_counter())
+            n = run(made, until=end, done=lambda n: (time.perf_counter() - began) / (until - began), tick=_said)
         else:
             steps = max(1, round(share * s.base_steps))
             n = run(made, steps=steps, until=until, done=partial(_through, before, s.base_steps), tick=_said)
@@ -157,34 +153,33 @@ class _Bench:
         self.lab.write(self._name(policy), part | row | {"seconds": time.perf_counter() - began})
 
 
-def measured(lab: Lab, until: float, after: Path | None) -> None:
-    """`ptq`, `further` and `rest`, which share the time, once `after` is there: what a process needs to start is done
-    while the bases are trained."""
+def rows(lab: Lab, until: float, kind: str, after: Path | None) -> None:
+    """Everything that is measured on the bases of one model, once `after` is there."""
+    _wait(lab, until, kind, after)
+    ptq(lab, until, (kind,))
+    rest(lab, until, kind)
+    others(lab, until, kind)
+    calibrated(lab, until, kind)
+
+
+def _wait(lab: Lab, until: float, kind: str, after: Path | None) -> None:
+    """What a process needs to start is done while the bases are trained."""
     if after is not None:
-        warm = lab.base_arm(lab.settings.models[0], 0, linear=1)
+        warm = lab.base_arm(kind, 0, linear=1)
         with torch.no_grad(), recurrence(under([NEAREST["int8 token"]], PREFIX), 1):
             logits_of(warm.model, warm.ids[:, :-1])
         del warm
-        while not after.exists():
+        _free()
+        while not after.exists() and time.perf_counter() < until:
             time.sleep(0.05)
-    _free()
-
-    def share(of: float) -> float:
-        return time.perf_counter() + of * (until - time.perf_counter())
-
-    ptq(lab, share(0.35))
-    print(f"== ptq: {until - time.perf_counter():.0f} s left", flush=True)
-    further(lab, share(0.88))
-    print(f"== further: {until - time.perf_counter():.0f} s left", flush=True)
-    rest(lab, until)
 
 
-def ptq(lab: Lab, until: float) -> None:
+def ptq(lab: Lab, until: float, kinds: tuple[str, ...] = ()) -> None:
     """The bases under every policy that is rounded to nearest; of seeds but the first, the headline's."""
     _tf32(False)
     s = lab.settings
     for seed in range(s.seeds):
-        for kind in s.models:
+        for kind in kinds or s.models:
             if not lab.checkpoint(kind, seed).exists():
                 continue
             bench = _Bench(lab, lab.load(kind, seed), {"model": kind, "seed": seed, "weights": "base"})
@@ -210,17 +205,27 @@ def _exactly(lab: Lab, options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def further(lab: Lab, until: float) -> None:
-    """QAT, QAD and the control, groups of arms side by side, each measured at once."""
+def further(lab: Lab, until: float, kinds: tuple[str, ...], after: Path | None, together: int) -> None:
+    """QAT, QAD and the control of some models, once `after` is there: so many at a time side by side, each measured at
+    once; the models in turn."""
+    _wait(lab, until, kinds[0], after)
     longest = 0.0
     for group in arms(lab.settings):
-        for part in _split(group, lab.settings.models, 8):
-            todo = [x for x in part if not lab.has(f"trained {_label(*x)}") and lab.checkpoint(x[0], x[3]).exists()]
+        left = {
+            kind: [(kind, *x) for x in group if not lab.has(f"trained {_label(kind, *x)}")]
+            for kind in kinds
+        }  # fmt: skip
+        for first, kind in itertools.product(range(0, len(group), together), kinds):
+            todo = [x for x in left[kind][first : first + together] if lab.checkpoint(kind, x[3]).exists()]
             began = time.perf_counter()
             # One that cannot end is not begun: arms of fewer steps compare with nothing.
             if not todo or began + 0.8 * longest > until:
                 continue
-            lab.attempt(f"group of {len(todo)}, {_label(*todo[0])}", partial(_group, lab, todo, until))
+            if not lab.attempt(f"group of {len(todo)}, {_label(*todo[0])}", partial(_group, lab, todo, until)):
+                for one in todo if len(todo) > 1 else ():  # of one that failed, the others are not lost
+                    _free()
+                    lab.forget_rows(one[0], one[3], _weights(one[1], one[2]))  # of the weights that are gone
+                    lab.attempt(f"group of 1, {_label(*one)}", partial(_group, lab, [one], until))
             longest = max(longest, time.perf_counter() - began)
             _free()
 
@@ -229,13 +234,9 @@ def _label(kind: str, method: str, policy: str, seed: int) -> str:
     return f"{kind} {seed} {method} {policy}"
 
 
-def _split(
-    group: list[tuple[str, str, int]], kinds: tuple[str, ...], most: int
-) -> Iterator[list[tuple[str, str, str, int]]]:
-    """At most so many arms of one model, the models in turn."""
-    for first in range(0, len(group), most):
-        for kind in kinds:
-            yield [(kind, *x) for x in group[first : first + most]]
+def _weights(method: str, policy: str) -> str:
+    """What rows call the weights of a training."""
+    return "control" if method == "exact" else f"{method} {policy}"
 
 
 def _group(lab: Lab, todo: list[tuple[str, str, str, int]], until: float) -> None:
@@ -252,7 +253,7 @@ def _group(lab: Lab, todo: list[tuple[str, str, str, int]], until: float) -> Non
             why = arm.failed or f"the time ended after {n} of {s.steps} steps"
             lab.write(f"failed {label}", {"failed": label, "why": why})
             continue
-        weights = "control" if method == "exact" else f"{method} {policy}"
+        weights = _weights(method, policy)
         bench = _Bench(lab, arm.model, {"model": kind, "seed": seed, "weights": weights})
         bench.exact()
         for name in HEADLINE if method == "exact" else (policy,):
@@ -265,53 +266,44 @@ def _group(lab: Lab, todo: list[tuple[str, str, str, int]], until: float) -> Non
         lab.write(f"trained {label}", part | {"together": len(made), "graph": arm.graph is not None})
 
 
-def rest(lab: Lab, until: float) -> None:
-    """The calibrated recipes and the prefill's operands, on the smaller set, with the nearest policies beside them."""
+def rest(lab: Lab, until: float, kind: str) -> None:
+    """The nearest policies and the prefill's operands, on the smaller set."""
     _tf32(False)
     s = lab.settings
-    for kind in s.models:
-        if not lab.checkpoint(kind, 0).exists():
-            continue
-        bench = _Bench(lab, lab.load(kind, 0), {"model": kind, "seed": 0, "weights": "base"}, small=True)
-        for name, prefill in PREFILLS.items():
-            if time.perf_counter() < until:
-                policy = lc.Policy(write=lc.Exact(), prefill=prefill)
-                bench.row(f"prefill: {name}", [policy] * s.size.linear, way="whole")
-        for name, policy in NEAREST.items():
-            if time.perf_counter() < until:
-                bench.row(name, [policy] * s.size.linear)
-        recipe = lab.folder / f"recipe_{kind}.json"
-        if recipe.exists():
-            rules = lc.Recipe.load(recipe)
-            found = [rules.resolve(f"{path}/{kind}#0")[1] for path in linear_layers(bench.model)]
-            bench.row("calibrated", [p if p is not None and p.rounded_format is not None else None for p in found])
-        _free()
+    if not lab.checkpoint(kind, 0).exists():
+        return
+    bench = _Bench(lab, lab.load(kind, 0), {"model": kind, "seed": 0, "weights": "base"}, small=True)
+    for name, policy in NEAREST.items():
+        if time.perf_counter() < until:
+            bench.row(name, [policy] * s.size.linear)
+    for name, prefill in PREFILLS.items():
+        if time.perf_counter() < until:
+            policy = lc.Policy(write=lc.Exact(), prefill=prefill)
+            bench.row(f"prefill: {name}", [policy] * s.size.linear, way="whole")
 
 
-def others(lab: Lab, until: float, share: int, shares: int, after: Path | None) -> None:
-    """Stochastic rounding and error feedback, every `shares`-th of them, once `after` is there."""
-    while after is not None and not after.exists() and time.perf_counter() < until:
+def others(lab: Lab, until: float, kind: str) -> None:
+    """Stochastic rounding and error feedback, on the smaller set."""
+    _tf32(False)
+    s = lab.settings
+    if not lab.checkpoint(kind, 0).exists():
+        return
+    bench = _Bench(lab, lab.load(kind, 0), {"model": kind, "seed": 0, "weights": "base"}, small=True)
+    for name, policy in OTHERS.items():
+        if time.perf_counter() < until:
+            bench.row(name, [policy] * s.size.linear)
+
+
+def calibrated(lab: Lab, until: float, kind: str) -> None:
+    """The recipe of `calibrate`, on the smaller set, once it is there."""
+    recipe = lab.folder / f"recipe_{kind}.json"
+    while not recipe.exists() and not lab.has(f"failed calibrate {kind}") and time.perf_counter() < until:
         time.sleep(0.2)
-    _tf32(False)
-    s = lab.settings
-    mine = [(name, kind) for name in OTHERS for kind in s.models][share::shares]
-    benches: dict[str, _Bench] = {}
-    for name, kind in mine:
-        if time.perf_counter() > until or not lab.checkpoint(kind, 0).exists():
-            continue
-        if kind not in benches:
-            labels = {"model": kind, "seed": 0, "weights": "base"}
-            benches[kind] = _Bench(lab, lab.load(kind, 0), labels, small=True)
-        benches[kind].row(name, [OTHERS[name]] * s.size.linear)
-
-
-def text_only(lab: Lab, kind: str, seed: int, names: list[str]) -> None:
-    """A base under some policies, on the text of the smaller set alone: what a CPU can do in minutes."""
-    bench = _Bench(lab, lab.load(kind, seed), {"model": kind, "seed": seed, "weights": "base"}, small=True)
-    bench.data = {"text": bench.data["text"]}
-    bench.exact()
-    for name in names:
-        bench.row(name, [policy_named(name)] * lab.settings.size.linear)
+    if recipe.exists() and lab.checkpoint(kind, 0).exists():
+        bench = _Bench(lab, lab.load(kind, 0), {"model": kind, "seed": 0, "weights": "base"}, small=True)
+        rules = lc.Recipe.load(recipe)
+        found = [rules.resolve(f"{path}/{kind}#0")[1] for path in linear_layers(bench.model)]
+        bench.row("calibrated", [p if p is not None and p.rounded_format is not None else None for p in found])
 
 
 def calibrate(lab: Lab, kind: str) -> None:
@@ -354,10 +346,12 @@ def ahead(lab: Lab, share: int, shares: int, first: list[str] | None = None) -> 
 
 
 def _jobs(lab: Lab) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Name and call of everything that launches Triton kernels, on models of one linear layer."""
+    """Name and call of everything still to be done that launches Triton kernels, on models of one linear layer."""
     s: Settings = lab.settings
     for stage in range(len(s.curriculum)):
         for kind in s.models:
+            if all(lab.checkpoint(kind, seed).exists() for seed in range(s.seeds)):
+                continue
 
             def base(kind: str = kind, stage: int = stage) -> None:
                 lab.base_arm(kind, 0, stage=stage, linear=1).compute()
@@ -370,6 +364,8 @@ def _jobs(lab: Lab) -> Iterator[tuple[str, Callable[[], Any]]]:
     data = {name: Batch(b.ids[: few[name]], b.kinds[: few[name]]) for name, b in lab.data().items()}
     for kind in s.models:
         for name, policy in [("exact", None), *NEAREST.items()]:
+            if lab.has(f"{kind} 0 base {name}"):
+                continue
 
             def row(kind: str = kind, policy: lc.Policy | None = policy) -> None:
                 evaluate(small.base_arm(kind, 0).model, [policy], data)
@@ -379,9 +375,14 @@ def _jobs(lab: Lab) -> Iterator[tuple[str, Callable[[], Any]]]:
         def control(kind: str = kind) -> None:
             evaluate(small.base_arm(kind, 0).model, [None], data, way="fast")
 
-        yield f"row {kind} fast", control
-    for method, name, _ in dict.fromkeys((m, n, 0) for group in arms(s) for m, n, _ in group):
+        if not lab.has(f"{kind} 0 base exact, windows of 16 (control)"):
+            yield f"row {kind} fast", control
+    every = list(itertools.chain(*arms(s)))
+    for method, name in dict.fromkeys((m, n) for m, n, _ in every):
         for kind in s.models:
+            seeds = [seed for m, n, seed in every if (m, n) == (method, name)]
+            if all(lab.has(f"trained {_label(kind, method, name, seed)}") for seed in seeds):
+                continue
 
             def train(kind: str = kind, method: str = method, name: str = name) -> None:
                 lab.further_arm(kind, method, name, 0, linear=1).compute()

@@ -31,6 +31,7 @@ class Supervisor:
         self.began, self.seconds = time.perf_counter(), seconds
         self.spent: dict[str, float] = {}
         self.running: list[subprocess.Popen[bytes]] = []
+        self.begun: dict[int, tuple[list[str], Path | None]] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
     def left(self) -> float:
@@ -51,12 +52,17 @@ class Supervisor:
 
     def start(self, stage: str, *more: str, name: str | None = None, quiet: bool = True) -> subprocess.Popen[bytes]:
         """A process whose output goes to `folder/<name>.log`, or to ours."""
-        log = open(self.folder / f"{name or stage}.log", "ab") if quiet else None  # noqa: SIM115
         command = [sys.executable, "-u", *self.command(stage, *more)]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT if quiet else None, env=_environment())
-        if log is not None:
-            log.close()
+        return self._begin(command, self.folder / f"{name or stage}.log" if quiet else None)
+
+    def _begin(self, command: list[str], log: Path | None) -> subprocess.Popen[bytes]:
+        if log is None:
+            process = subprocess.Popen(command, env=_environment())
+        else:
+            with open(log, "ab") as file:
+                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=_environment())
         self.running.append(process)
+        self.begun[process.pid] = (command, log)
         return process
 
     def ahead(self, shares: int, *more: str) -> list[subprocess.Popen[bytes]]:
@@ -97,13 +103,17 @@ class Supervisor:
         print(f"== {stage}: {self.spent[stage]:.0f} s, {self.left():.0f} s left", flush=True)
         self.collect(self.spent)
 
-    def join(self, processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
-        """Waits for processes, and ends them when the time is over."""
+    def join(self, processes: list[subprocess.Popen[bytes]], seconds: float, tries: int = 3) -> None:
+        """Waits for processes, begins those again that died of something, and ends them when the time is over."""
         end = time.perf_counter() + max(0.0, min(seconds, self.left()))
-        for process in processes:
-            try:
-                process.wait(max(0.0, end - time.perf_counter()))
-            except subprocess.TimeoutExpired:
+        left = dict.fromkeys(processes, tries - 1)
+        while any(process.poll() is None for process in left) and time.perf_counter() < end:
+            time.sleep(0.1)
+            for process in [p for p, again in left.items() if p.poll() not in (None, 0) and again]:
+                print(f"exit {process.returncode}, begun again: {self.begun[process.pid][0][3]}", flush=True)
+                left[self._begin(*self.begun[process.pid])] = left.pop(process) - 1
+        for process in left:
+            if process.poll() is None:
                 process.kill()
                 process.wait()
 
@@ -120,39 +130,48 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 
-def on_gpu(s: Supervisor, settings: Settings, shares: int, steps: int | None) -> None:
-    """The order of a run on one GPU, and how its time is divided. What runs beside is on other cores."""
-    more = [] if steps is None else ["--steps", str(steps)]
-    compiled, trained, last = (s.folder / f"go_{name}" for name in ("bases", "measured", "others"))
-    for path in (compiled, trained, last):
+def on_gpu(
+    s: Supervisor, settings: Settings, shares: int, steps: int | None, *, training: bool, together: int | None
+) -> None:
+    """The order of a run on one GPU, and how its time is divided. What runs beside is on other cores.
+
+    Args:
+        training: also QAT and QAD; without, the bases and their rows only, and another run goes on (`--resume`).
+        together: trainings side by side where memory is short, the models in turn; None: both models at once.
+    """
+    compiled, trained = (s.folder / f"go_{name}" for name in ("bases", "rows"))
+    for path in (compiled, trained):
         path.unlink(missing_ok=True)
-    # Libraries load for up to a minute on a machine that has not seen them yet: the first to need them starts first,
-    # and what comes later loads them while the bases are trained.
-    end = 0.5 * s.left()
-    training = s.start("bases", "--seconds", f"{end:.1f}", "--after", str(compiled), quiet=False)
+    bases = [(kind, seed) for kind in settings.models for seed in range(settings.seeds)]
+    missing = not all((s.folder / f"base_{kind}_{seed}.safetensors").exists() for kind, seed in bases)
     compiling = s.ahead(shares)
-    until = time.perf_counter() + 0.12 * s.left()
-    for kind in settings.models:
-        ahead.wait(s.folder, shares, f"base {kind}", lambda: any(p.poll() is None for p in compiling), until)
-    print(f"compiled what the bases need, {s.left():.0f} s left", flush=True)
-    compiled.touch()
-    measuring = s.start("measured", "--seconds", f"{s.left() - 45.0:.0f}", "--after", str(trained), *more, quiet=False)
-    s.stage("bases", end - (s.seconds - s.left()), grace=40.0, first=training)
-    for draft in s.folder.glob("draft_*.safetensors"):  # of bases that were ended by the clock
-        base = draft.with_name(draft.name.replace("draft", "base"))
-        if not base.exists():
-            draft.replace(base)
+    # Libraries load for up to a minute on a machine that has not seen them yet: everything starts at once, the first to
+    # need them first, and what comes later waits for the bases.
+    end = (0.35 if training else 0.64) * s.left() if missing else 0.0
+    first = s.start("bases", "--seconds", f"{end:.1f}", "--after", str(compiled), quiet=False) if missing else None
+    more = ["--seconds", f"{s.left() - 12.0:.0f}", "--after", str(trained)]
+    more_steps = [] if steps is None else ["--steps", str(steps)]
+    waiting = [s.start("rows", "--model", kind, *more, name=f"rows_{kind}") for kind in settings.models]
+    if training:
+        if together is not None:
+            more_steps += ["--together", str(together)]
+        kinds = settings.models if together is None else ("all",)
+        waiting += [s.start("further", "--model", kind, *more, *more_steps, name=f"further_{kind}") for kind in kinds]
+    if missing:
+        until = time.perf_counter() + 0.15 * s.left()
+        for kind in settings.models:
+            ahead.wait(s.folder, shares, f"base {kind}", lambda: any(p.poll() is None for p in compiling), until)
+        print(f"compiled what the bases need, {s.left():.0f} s left", flush=True)
+        compiled.touch()
+        s.stage("bases", end - (s.seconds - s.left()), grace=40.0, first=first)
+        for draft in s.folder.glob("draft_*.safetensors"):  # of bases that were ended by the clock
+            base = draft.with_name(draft.name.replace("draft", "base"))
+            if not base.exists():
+                draft.replace(base)
     trained.touch()
-    beside = [s.start("calibrate", "--model", kind, name=f"calibrate_{kind}") for kind in settings.models]
-    apart = [
-        s.start("others", "--share", f"{i}/6", "--seconds", f"{max(1.0, s.left() - 12.0):.0f}", "--after", str(last),
-                name=f"others_{i}")
-        for i in range(6)
-    ]  # fmt: skip
-    s.stage("measured", s.left() - 45.0, *more, first=measuring, grace=10.0)
-    last.touch()
-    s.join(beside + compiling, 0.0)
-    s.join(apart, s.left() - 8.0)
+    waiting += [s.start("calibrate", "--model", kind, name=f"calibrate_{kind}") for kind in settings.models]
+    s.join(waiting, s.left() - 6.0)
+    s.spent["rows and further trainings"] = s.seconds - s.left()
     s.finish()
 
 
@@ -162,9 +181,8 @@ def on_cpu(s: Supervisor, settings: Settings, *, everything: bool) -> None:
     if not everything:
         s.stage("ptq", s.left())
         return
-    beside = [s.start("calibrate", "--model", kind, name=f"calibrate_{kind}") for kind in settings.models]
-    s.stage("ptq", s.left())
-    s.join(beside, s.left())
-    for stage in ("further", "rest", "others"):
-        s.stage(stage, s.left())
+    s.join([s.start("calibrate", "--model", kind, name=f"calibrate_{kind}") for kind in settings.models], s.left())
+    for stage in ("rows", "further"):
+        for kind in settings.models:
+            s.stage(stage, s.left(), "--model", kind)
     s.finish()

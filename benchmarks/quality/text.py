@@ -60,17 +60,17 @@ def _held_out(name: str) -> bool:
 
 @functools.cache
 def load_corpus(limit: int | None = None) -> Corpus:
-    """The text, without control bytes: those below 8 are the marks of the memory tasks.
+    """The text, in ASCII: bytes below 8 and from 128 on are for the memory tasks, and become spaces and "?".
 
     Args:
         limit: bytes of training text, from the beginning; None: all.
     """
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     counts = {False: 0, True: 0}
-    control = bytes.maketrans(bytes(range(8)), b" " * 8)
+    ascii_ = bytes.maketrans(bytes((*range(8), *range(128, 256))), b" " * 8 + b"?" * 128)
     for name, text in _files():
         where = _held_out(name)
-        parts[where].append(text[:_LONGEST].replace(b"\r\n", b"\n").translate(control))
+        parts[where].append(text[:_LONGEST].replace(b"\r\n", b"\n").translate(ascii_))
         counts[where] += 1
     train, heldout = (b"\n\n".join(parts[where]) for where in (False, True))
     digest = hashlib.sha256(train + b"\0" + heldout).hexdigest()

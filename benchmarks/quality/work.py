@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from benchmarks.quality import stages
-from benchmarks.quality.config import HEADLINE
 from benchmarks.quality.lab import NAMED, Lab
 from benchmarks.quality.smoke import smoke
 
@@ -21,7 +20,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "stage",
-        choices=("bases", "ptq", "further", "rest", "others", "calibrate", "ahead", "measured", "smoke", "text"),
+        choices=("bases", "ptq", "rows", "further", "calibrate", "ahead", "smoke"),
     )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--settings", choices=sorted(NAMED), default="full")
@@ -29,9 +28,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="after which nothing new is begun")
     parser.add_argument("--after", type=Path, help="a file to wait for")
     parser.add_argument("--share", default="0/1", help="i/n: the i-th of n processes that do this")
-    parser.add_argument("--model", default="gdn", help="of calibrate and text")
-    parser.add_argument("--seed", type=int, default=0, help="of text")
-    parser.add_argument("--policies", nargs="*", default=list(HEADLINE), help="of text")
+    parser.add_argument("--model", default="gdn", help="of rows, further (or all) and calibrate")
+    parser.add_argument("--together", type=int, default=8, help="of further: trainings side by side")
     parser.add_argument("--steps", type=int, help="of further trainings, instead of the settings'")
     parser.add_argument("--only", nargs="*", help="of smoke: measurements whose names begin so")
     parser.add_argument("--first", nargs="*", help="of ahead: these jobs before others")
@@ -43,14 +41,13 @@ def main(argv: list[str] | None = None) -> None:
         settings = dataclasses.replace(settings, steps=args.steps)
     lab = Lab(settings, args.folder, "cpu" if args.stage == "calibrate" else args.device)
     share, shares = map(int, args.share.split("/"))
-    if args.stage == "others":
-        stages.others(lab, until, share, shares, args.after)
-    elif args.stage == "text":
-        stages.text_only(lab, args.model, args.seed, args.policies)
-    elif args.stage == "bases":
+    if args.stage == "bases":
         stages.bases(lab, until, args.after)
-    elif args.stage == "measured":
-        stages.measured(lab, until, args.after)
+    elif args.stage == "rows":
+        stages.rows(lab, until, args.model, args.after)
+    elif args.stage == "further":
+        kinds = settings.models if args.model == "all" else (args.model,)
+        stages.further(lab, until, kinds, args.after, args.together)
     elif args.stage == "ahead":
         stages.ahead(lab, share, shares, args.first)
     elif args.stage == "calibrate":

@@ -1,0 +1,257 @@
+"""What `model.generate()` takes: tokens a second and peak memory, a state policy beside transformers as it is.
+
+    python -m benchmarks.generate --out rows.jsonl --checkpoint base_gdn_0.safetensors [--seconds 110] [--only trained]
+    python -m benchmarks.generate --out rows.jsonl --tiny --device cpu      the script itself
+
+Two models in bf16: `shaped`, Qwen3-Next's shape with random weights (894 M parameters,
+`benchmarks/model_decode.py`), and `trained`, a base of `benchmarks/quality`. Arms: `eager`, transformers as it is,
+with flash-linear-attention's kernels where it is installed; `compile`, its static cache and its own
+`torch.compile(mode="reduce-overhead")` of decode steps; and this backend in the same place
+(`CompileConfig(backend="lattn_compile")`), with `quantize_cache` storing packed states for every policy but exact.
+Prefill is transformers' own in every arm.
+
+Every part is a process: all compile side by side, then measure one after another. Decoding is the difference between
+two generated lengths of one static cache, so that prefill, set-up and the recording of CUDA graphs cancel. Peak memory
+is what torch has allocated at most while decoding, weights included. Prefill is not measured: kernels of
+flash-linear-attention that would be tuned for minutes take their first configuration (none of a decode step is tuned),
+and this backend's arms leave the prefill to transformers' torch code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.model_decode import TURNS, Sizes, build, synchronize, turn
+
+PROMPT = 64
+SHORT, LONG = 16, 80
+"""Generated tokens of the two lengths."""
+SECONDS = 2.5
+"""For the rounds of a part."""
+
+
+def policies() -> dict[str, Any]:
+    """Arms of this backend."""
+    import lattn_compile as lc
+
+    return {
+        "exact": lc.Policy(write=lc.Exact()),
+        "int8 token": lc.Policy(lc.Int8()),
+        "fp8 token": lc.Policy(lc.Fp8()),
+        "nvfp4 token": lc.Policy(lc.Nvfp4()),
+        "int8 replay 8": lc.Policy(lc.Int8(), write=lc.Replay(8)),
+    }
+
+
+def parts(tiny: bool) -> list[str]:
+    batches = (1, 2) if tiny else (1, 64)
+    arms = ("eager", "compile", *policies())
+    return [f"{model}/{arm}/{batch}" for model in ("shaped", "trained") for arm in arms for batch in batches]
+
+
+def load(model: str, args: argparse.Namespace) -> Any:
+    """In bf16 on the device, without gradients."""
+    import torch
+
+    if model == "shaped":
+        return build(Sizes(args.tiny), args.device)
+    from benchmarks.quality.config import FULL, TINY
+    from benchmarks.quality.models import build as small
+
+    made = small("gdn", (TINY if args.tiny else FULL).size, 0)
+    if args.checkpoint is not None:
+        from safetensors.torch import load_file
+
+        made.load_state_dict({name: x.float() for name, x in load_file(args.checkpoint).items()}, strict=False)
+    elif not args.tiny:
+        raise SystemExit("--checkpoint: the trained model's file, base_gdn_0.safetensors of benchmarks.quality")
+    made = made if args.tiny else made.to(torch.bfloat16)
+    return made.to(args.device).eval().requires_grad_(False)
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One part, in this process."""
+    import torch
+
+    torch.set_num_threads(1)
+    which, arm, count = name.split("/")
+    batch, device = int(count), args.device
+    if arm in ("eager", "compile") and device == "cuda":
+        _tune_nothing()
+    else:
+        sys.modules["fla"] = None  # type: ignore[assignment]
+    import transformers
+
+    class Stop(transformers.StoppingCriteria):  # type: ignore[misc]
+        """Not another limit: the static cache is as long as the limit, and another length would be another graph."""
+
+        def __init__(self, tokens: int) -> None:
+            self.tokens, self.made = tokens, 0
+
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            self.made += 1
+            if self.made == 2 and device == "cuda":  # behind the prefill, and what it left in fp32 is packed
+                torch.cuda.reset_peak_memory_stats()
+            return torch.full((batch,), self.made >= self.tokens, device=device)
+
+    model = load(which, args)
+    ids = torch.arange(batch * PROMPT, device=device).view(batch, PROMPT) % (model.config.vocab_size - 1) + 1
+    options: dict[str, Any] = {"use_cache": True, "do_sample": False, "pad_token_id": 0, "max_new_tokens": LONG}
+    if arm != "eager":
+        compile_: dict[str, Any] = {"mode": "reduce-overhead"}
+        if arm != "compile":
+            compile_ = {"backend": "lattn_compile", "mode": None, "fullgraph": True}
+            compile_["options"] = {"policy": policies()[arm], "mode": "reduce-overhead"}
+        config = transformers.CompileConfig(**compile_)
+        config._compile_all_devices = True
+        options |= {"cache_implementation": "static", "compile_config": config}
+    if arm not in ("eager", "compile", "exact"):
+        from lattn_compile.integrations.transformers import quantize_cache
+
+        quantize_cache(model, policies()[arm])
+
+    def generate(tokens: int) -> float:
+        synchronize(device)
+        began = time.perf_counter()
+        out = model.generate(ids, stopping_criteria=[Stop(tokens)], **options)
+        synchronize(device)
+        assert out.shape == (batch, PROMPT + tokens)
+        return time.perf_counter() - began
+
+    cuda = device == "cuda"
+    first = generate(4)
+    generate(4)
+    if cuda:
+        torch.cuda.empty_cache()  # others wait with what they hold
+    row: dict[str, Any] = {"first_s": round(first, 1)}
+    with turn():
+        took: list[tuple[float, float]] = []
+        began = time.perf_counter()
+        while not took or (len(took) < 5 and time.perf_counter() - began < SECONDS):
+            took.append((generate(SHORT), generate(LONG)))
+        if cuda:
+            row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    step = statistics.median((long - short) / (LONG - SHORT) for short, long in took)
+    row |= {"ms": 1e3 * step, "tokens_per_s": batch / step, "rounds": len(took)}
+    row["weights_gb"] = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
+    row["states_gb_fp32"] = 4e-9 * batch * _values(model)
+    if arm not in ("eager", "compile"):
+        import lattn_compile as lc
+
+        report = lc.last_report()
+        row["sites"] = [] if report is None else sorted({f"{x.op}, {x.kernel}" for x in report.sites})
+    machine = torch.cuda.get_device_name() if cuda else "cpu"
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "fla": _version("fla")}
+    return {"part": name, "machine": machine, "tiny": args.tiny, "commit": args.commit, **row, **versions}
+
+
+def _tune_nothing() -> None:
+    """Triton's autotuner takes a kernel's first configuration from now on."""
+    import importlib.util
+
+    if importlib.util.find_spec("fla") is None:
+        return
+    from triton.runtime.autotuner import Autotuner
+
+    begin = Autotuner.__init__
+
+    def first(self: Any, fn: Any, arg_names: Any, configs: Any, *args: Any, **options: Any) -> None:
+        begin(self, fn, arg_names, configs[:1], *args, **options)
+
+    Autotuner.__init__ = first
+
+
+def _values(model: Any) -> int:
+    """Of the recurrent states of a sequence."""
+    c = model.config
+    layers = c.layer_types.count("linear_attention")
+    return int(layers * c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim)
+
+
+def _version(package: str) -> str | None:
+    import importlib.util
+
+    if importlib.util.find_spec(package) is None:
+        return None
+    return str(getattr(__import__(package), "__version__", "?"))
+
+
+def read(file: Path) -> dict[str, dict[str, Any]]:
+    """Rows by their part; a later one replaces an earlier."""
+    return {row["part"]: row for row in map(json.loads, file.read_text().splitlines())} if file.exists() else {}
+
+
+def _add(file: Path, row: dict[str, Any]) -> None:
+    with file.open("a") as out:
+        out.write(json.dumps(row) + "\n")
+
+
+def run_together(args: argparse.Namespace, wanted: list[str], begin: Callable[..., Any] = subprocess.Popen) -> None:
+    """All parts at once; those that are ready when four fifths of the time are over measure."""
+    end = time.monotonic() + args.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        if args.lock is not None:
+            args.lock.touch()
+            (Path(folder) / "lock").symlink_to(args.lock.resolve())
+        environment = {**os.environ, TURNS: folder, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        running: dict[str, Any] = {}
+        for name in wanted:
+            log = (Path(folder) / f"{name.replace('/', '-')}.log").open("w+")
+            command = [sys.executable, "-m", "benchmarks.generate", "--part", name, "--out", str(args.out)]
+            command += ["--device", args.device, "--commit", args.commit, *(["--tiny"] if args.tiny else [])]
+            command += ["--checkpoint", str(args.checkpoint)] if args.checkpoint is not None else []
+            running[name] = begin(command, env=environment, stdout=log, stderr=log), log
+        go = Path(folder) / "go"
+        while running and time.monotonic() < end:
+            ready = [(Path(folder) / f"{process.pid}.ready").exists() for process, _ in running.values()]
+            if all(ready) or time.monotonic() > end - 0.45 * args.seconds:
+                go.touch()
+            for name, (process, log) in list(running.items()):
+                if process.poll() is not None:
+                    log.seek(0)
+                    said = log.read().strip().splitlines()
+                    if (row := read(args.out).get(name)) is None:
+                        _add(args.out, row := {"part": name, "refused": "\n".join(said[-3:])[-600:]})
+                    shown = {k: row[k] for k in ("ms", "tokens_per_s", "peak_gb", "first_s", "refused") if k in row}
+                    print(name, json.dumps(shown), flush=True)
+                    del running[name]
+            time.sleep(0.1)
+        for name, (process, log) in running.items():
+            process.kill()
+            process.wait()
+            log.seek(0)
+            print(f"{name}: cut after {args.seconds:.0f} s; {log.read()[-300:]}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="a file of lines of JSON, one a part")
+    parser.add_argument("--part", help="one part, in this process")
+    parser.add_argument("--only", nargs="+", default=[], help="beginnings of names of parts")
+    parser.add_argument("--checkpoint", type=Path, help="of the trained model")
+    parser.add_argument("--commit", default="", help="of the results")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--lock", type=Path, help="a file that is locked while something is timed, also by others")
+    parser.add_argument("--seconds", type=float, default=110.0, help="for all parts")
+    args = parser.parse_args()
+    if args.part:
+        _add(args.out, measure(args.part, args))
+        return
+    there = {name for name, row in read(args.out).items() if "refused" not in row}
+    wanted = [p for p in parts(args.tiny) if not args.only or p.startswith(tuple(args.only))]
+    run_together(args, [p for p in wanted if p not in there])
+
+
+if __name__ == "__main__":
+    main()
