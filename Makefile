@@ -35,10 +35,11 @@ demo: $(VENV)/.demo
 
 test: lint check
 
-# One thread a process: with $(JOBS) processes on as many cores, more threads only wait for each other.
+# One thread a process: with $(JOBS) processes on as many cores, more threads only wait for each other. A process takes
+# tests that follow one another, whose fixtures and traces it then makes once, and at the end what another has left.
 check: $(VENV)/.dev
 	OMP_NUM_THREADS=1 LATTN_TEST_HF517="$(ALT)/hf517" LATTN_TEST_FLA="$(ALT)/fla" \
-	    $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	    $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-full: export LATTN_CONFORMANCE := full
 test-full: export LATTN_CONFORMANCE_CASES ?= 20000

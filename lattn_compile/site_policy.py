@@ -54,8 +54,6 @@ _PACKED_REMEDY = (
     "Packed states are stepped by lc.QuantizedState and lc.StatePool, and held by caches that quantize_cache made; "
     "here the state is dense."
 )
-_PREFILL_WANT = "with kernel 'auto' or 'reference'"
-_PREFILL_REMEDY = "No Triton kernel rounds operands or approximates the inverse: kernel='reference' does both."
 
 
 @strict(PolicyError)
@@ -73,8 +71,8 @@ class Policy:
         feedback: format of the residual stored beside the codes: None, "int4", "int8" or "bf16".
         rotation: None, "hadamard_k" or "hadamard_v": the state is rounded in a rotated basis of that axis.
         gate: None, "bf16" or "fp16": what the log-retention is rounded to before use, prefix included.
-        prefill: None or `Prefill(...)`: rounded operands and an approximate inverse in the prefix. Only the reference
-            kernel computes them yet. One that changes nothing is None.
+        prefill: None or `Prefill(...)`: rounded operands and an approximate inverse in the prefix. One that changes
+            nothing is None.
         storage: "emulated" (values rounded, kept in fp32) or "packed" (really stored in few bits).
         kernel: "auto", "triton" or "reference".
 
@@ -236,8 +234,6 @@ class Policy:
             value = getattr(self, name)
             if value not in built:
                 parts.append(f"{name}={value!r}")
-        if self.kernel == "triton" and self.prefill is not None:
-            parts.append(f"prefill={self.prefill!r} with kernel='triton'")
         return parts
 
     def require_built(self, argument: str = "policy") -> None:
@@ -250,15 +246,13 @@ class Policy:
         if not parts:
             return
         names = [p.split("=", 1)[0] for p in parts]
-        there = [f"{n} " + (" or ".join(map(repr, BUILT[n])) if n in BUILT else _PREFILL_WANT) for n in names]
+        there = [f"{n} " + " or ".join(map(repr, BUILT[n])) for n in names]
         raise UnsupportedError(
             argument,
             got=", ".join(parts),
             want="; ".join(there),
             remedy=_PACKED_REMEDY
             if names == ["storage"]
-            else _PREFILL_REMEDY
-            if names == ["prefill"]
             else "This version does not build more, and does nothing else in its place: change the policy.",
         )
 

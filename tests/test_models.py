@@ -26,7 +26,8 @@ pytest.importorskip("transformers")
 
 NAMES = tiny_models.NAMES
 ALL = "LATTN_COMPILE_ALL" in os.environ
-"""Every model both generates and trains through Inductor; else each does one of the two."""
+"""Every model both generates and trains through Inductor; else one of each kind generates, and one trains. What is
+handed to Inductor is compared for all of them, training and generating, by the tests that run it eagerly."""
 
 KINDS = {"qwen3_next": "gdn", "qwen3_5": "gdn", "kimi_linear": "kda", "olmo_hybrid": "gdn"}
 
@@ -46,11 +47,11 @@ def _compile(model: nn.Module, policy: Any = "exact", **options: Any) -> Any:
     return torch.compile(model, backend="lattn_compile", fullgraph=True, options={"policy": policy, **options})
 
 
-def _generate(model: Any, ids: torch.Tensor, tokens: int = 20) -> Any:
+def _generate(model: Any, ids: torch.Tensor, tokens: int = 8) -> Any:
     return model.generate(ids, max_new_tokens=tokens, do_sample=False, return_dict_in_generate=True, output_logits=True)
 
 
-def _generate_compiled(model: Any, ids: torch.Tensor, forward: Any, tokens: int = 20) -> Any:
+def _generate_compiled(model: Any, ids: torch.Tensor, forward: Any, tokens: int = 8) -> Any:
     original, model.forward = model.forward, forward
     try:
         return _generate(model, ids, tokens)
@@ -214,18 +215,17 @@ def test_inductor_generates_what_eager_generates(name: str) -> None:
         assert report is not None
         assert len(report.rewritten) == linear_layers
         assert report.graph_breaks == []
-        counts = [backend.compile_count()]
         if name == "qwen3_next":  # the others differ in nothing that a compiler sees
-            for other in (ids[:, :50], torch.cat([ids, ids[:1]]), ids[:, :61]):
+            counts = [backend.compile_count()]
+            for other in (ids[:, :50], torch.cat([ids, ids[:1]]), ids[:, :61]) if ALL else (ids[:, :50],):
                 _check_generation(model, other, forward)
                 counts.append(backend.compile_count())
-            new_length, new_batch, again = (b - a for a, b in pairwise(counts))
+            new_length, *more = (b - a for a, b in pairwise(counts))
             assert new_length <= 1
-            assert new_batch <= 2
-            assert again == 0
+            assert not more or (more[0] <= 2 and more[1] == 0)
 
 
-@pytest.mark.parametrize("name", NAMES if ALL else NAMES[1::2])
+@pytest.mark.parametrize("name", NAMES if ALL else ["qwen3_5"])
 def test_inductor_trains_as_eager_trains(name: str) -> None:
     model, linear_layers = tiny_models.build(name, layers=2)
     model.train()

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from lattn_compile.passes.context import value_of
 
-__all__ = ["without_vmap"]
+__all__ = ["is_batched", "without_vmap"]
 
 _BEGIN, _END = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 _INSIDE = frozenset((_BEGIN, _END, "_add_batch_dim", "_remove_batch_dim", "lazy_load_decompositions"))
@@ -36,11 +36,22 @@ def without_vmap(module: fx.GraphModule) -> fx.GraphModule:
         return module
     made = _copy(module)
     for section in list(_sections(made.graph)):
-        if not _write_out(made, section):
+        if not _write_out(made, _in_use(section)):
             return module
+    for node in made.graph.find_nodes(op="placeholder"):
+        if not node.users and is_batched(value_of(node)):
+            node.meta["val"] = None  # it escaped from its vmap: `torch.export` keeps such a value as a constant
     made.graph.lint()
     made.recompile()
     return made
+
+
+def is_batched(value: Any) -> bool:
+    """Whether a value has the hidden axis of a vmap, of which outside of it nothing can be asked."""
+    try:
+        return isinstance(value, Tensor) and value.detach() is None
+    except RuntimeError:
+        return True
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
@@ -84,6 +95,20 @@ def _sections(graph: fx.Graph) -> Iterator[list[fx.Node]]:
         if name == _END and not depth:
             yield section
             section = []
+
+
+def _in_use(section: list[fx.Node]) -> list[fx.Node]:
+    """A section without views that nothing uses: an export leaves those of a batched value that escaped from it."""
+    kept = []
+    for node in reversed(section):
+        view = isinstance(node.target, torch._ops.OpOverload) and any(
+            r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns
+        )
+        if view and not node.users:
+            node.graph.erase_node(node)
+        else:
+            kept.append(node)
+    return kept[::-1]
 
 
 def _write_out(module: fx.GraphModule, section: list[fx.Node]) -> bool:

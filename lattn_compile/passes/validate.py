@@ -10,6 +10,7 @@ import torch
 from lattn_compile import phase
 from lattn_compile.errors import RewriteError
 from lattn_compile.passes.context import PassContext, SiteNode, graph_modules_of, value_of
+from lattn_compile.passes.devmap import is_batched
 from lattn_compile.passes.recognize import overload_of
 
 
@@ -29,6 +30,8 @@ def _same_outputs(site: SiteNode) -> None:
     if before is None or overload is None or any(value_of(n) is None for n in site.node.all_input_nodes):
         return
     args = torch.utils._pytree.tree_map_only(torch.fx.Node, value_of, (site.node.args, site.node.kwargs))
+    if any(map(is_batched, torch.utils._pytree.tree_leaves(args))):
+        return  # a call inside of a vmap, which cannot be run outside of it
     fake = next((a.fake_mode for a in args[0] if hasattr(a, "fake_mode")), None)
     if fake is None:
         return

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -426,15 +424,3 @@ def test_misuse_is_refused_by_name() -> None:
         out = model(_ids(), use_cache=True)
         _cache(out).activate_past_recording()
         _cache(out).crop(-1)
-
-
-@pytest.mark.skipif(
-    "LATTN_TEST_HF517" not in os.environ, reason="set LATTN_TEST_HF517 to a folder with transformers 5.17"
-)
-def test_transformers_5_17_packs_as_well() -> None:
-    path = os.pathsep.join([os.environ["LATTN_TEST_HF517"], os.environ.get("PYTHONPATH", "")])
-    environment = {k: v for k, v in os.environ.items() if k != "LATTN_TEST_HF517"} | {"PYTHONPATH": path}
-    chosen = "teacher_forced or drafted or static or pieces or three_graphs or one_argument or undone"
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-W", "ignore", __file__, "-k", chosen]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

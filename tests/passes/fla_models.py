@@ -5,6 +5,8 @@ Run by `test_capture.py` in a process that has FLA.
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -32,7 +34,10 @@ def _torch_path(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None
             monkeypatch.setattr(module, name, vars(module)[name].__wrapped__)
 
 
-@pytest.mark.parametrize("name", tiny_models.NAMES)
+NAMES = tiny_models.NAMES if "LATTN_COMPILE_ALL" in os.environ else ("qwen3_next", "kimi_linear")  # one of each kind
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_cpu_model_runs_in_our_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, linear_layers = tiny_models.build(name, layers=3)
     ids = torch.randint(2, 97, (2, 70))

@@ -148,3 +148,20 @@ def test_sizes_may_be_symbolic() -> None:
     assert report is not None
     assert [(s.rule, s.decay, s.verdict) for s in report.sites] == [("additive", "head", "rewritten")], str(report)
     assert worst_error(got, over_heads(*args)) < 1e-5
+
+
+@pytest.mark.parametrize("policy", ["exact", "int8"])
+def test_the_operator_itself_may_be_vmapped(policy: str) -> None:
+    """Its values inside are batched: what a rewrite is checked by outside of the vmap cannot be run on them."""
+
+    def fn(*x: Tensor) -> Tensor:
+        return torch.vmap(lambda *y: lc.linear_attention(*(z[None] for z in y))[0])(*x)
+
+    torch._dynamo.reset()
+    args = make_args(5, "head")[:5]
+    with recorded():
+        got = torch.compile(fn, backend="lattn_compile", fullgraph=True, options={"policy": policy})(*args)
+    want, _ = lc.linear_attention(*args, policy=policy)
+    assert worst_error([got[:, 0]], [want]) < 1e-5
+    report = lc.last_report()
+    assert report is not None and [s.verdict for s in report.sites] == ["rewritten"]

@@ -277,6 +277,8 @@ def _domains(proposal: Proposal) -> dict[fx.Node, str]:
             # A root or log of it is taken. That it is not negative may be known only while a loop's body is searched.
             positive = OUTER in node.meta and interval(node)[0] >= 0
             out[node] = "decay" if is_decay(node) or positive or node in checked else "beta"
+        elif is_decay(node) and any(name_of(n) in _POSITIVE for u in _near(node) if _from_one(u) for n in _near(u)):
+            out[node] = "decay"  # S + w (v - S): 1 - w is one, too
     for role, domain in (("g", "log_decay"), ("beta", "beta"), ("k", "key")):
         value_of_role = proposal.roles.get(role)
         while value_of_role is not None and value_of_role not in proposal.frontier and _passes_on(value_of_role):
@@ -290,6 +292,11 @@ def _domains(proposal: Proposal) -> dict[fx.Node, str]:
 
 
 _POSITIVE = frozenset(["aten::sqrt", "aten::rsqrt", "aten::log", "aten::log2", "aten::pow", "aten::log1p"])
+
+
+def _from_one(node: fx.Node) -> bool:
+    """Whether a node is 1 - x."""
+    return name_of(node) == "aten::rsub" and bool(node.args[1] == 1) and not node.kwargs
 
 
 def _near(node: fx.Node) -> list[fx.Node]:

@@ -169,10 +169,10 @@ class Survey:
             if masked and any(short_name(u) in PRODUCTS for u in near):
                 return True
             near = [u for u in near if short_name(u) in STEPS]
-            masked = masked or any(self._is_masking(u) for u in near)
+            masked = masked or any(self.is_masking(u) for u in near)
         return False
 
-    def _is_masking(self, node: fx.Node) -> bool:
+    def is_masking(self, node: fx.Node) -> bool:
         factors = [n for n in sources(node) if sizes_of(n) is not None]
         tables = any(value(n).dtype == torch.bool or self.is_constant(n) for n in factors)
         return short_name(node) in _MASKS or (short_name(node) == "mul" and tables and len(factors) > 1)

@@ -47,6 +47,9 @@ _WRONG = 3
 _MEETS = 8
 """Steps from a clamp to the scores that it masks."""
 
+_MASKED_NEAR = 24
+"""Nodes above a system's solution that are looked at for a mask."""
+
 _CORES = 6
 _PROGRESS = ("CHUNK_INPUTS", "CHUNK_OPERATOR", "CHUNK_NOT_EQUAL", "CHUNK_DECAY_INPUTS", "DECAY_RANGE")
 """How far a candidate came, least first."""
@@ -260,11 +263,26 @@ class _Search:
         if (
             not told_apart
             and self.furthest.code not in ("CHUNK_DECAY_INPUTS", "DECAY_RANGE")
-            and not (names & (SOLVES | {"cumsum", "cumprod"}) and names & PRODUCTS)
+            and not (names & {"cumsum", "cumprod"} and names & PRODUCTS)
+            and not (names & PRODUCTS and any(map(self._solves_a_triangle, seeds)))
             and not any(self.survey.masks_scores(n) for n in seeds)
         ):
             return None
         return replace(self.furthest.at(seeds[-1]), token=frozenset(seeds))
+
+    def _solves_a_triangle(self, node: fx.Node) -> bool:
+        """Whether a node solves a system that is triangular, by its name or by a mask near above it: any other inverse
+        is none of a recurrence's."""
+        name = short_name(node)
+        if name not in SOLVES or "triangular" in name:
+            return name in SOLVES
+        above = list(node.all_input_nodes)
+        for n in above:
+            if n.op == "call_function" and self.survey.is_masking(n):
+                return True
+            if len(above) < _MASKED_NEAR:
+                above += [x for x in n.all_input_nodes if x not in above]
+        return False
 
     def _clamp(self, seeds: Sequence[fx.Node]) -> tuple[fx.Node, str] | None:
         """A clamp of a decay's differences that meets what is made from one of the seeds."""

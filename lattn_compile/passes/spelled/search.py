@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from lattn_compile.passes.spelled.apart import Apart, put_together, take_einsums_apart, take_lerps_apart
 from lattn_compile.passes.spelled.aten import Index, name_of
 from lattn_compile.passes.spelled.build import build, role_nodes
 from lattn_compile.passes.spelled.canonical import canonicalize
@@ -25,11 +26,13 @@ __all__ = ["Found", "commit", "find", "region_of", "search", "sections_of", "tid
 
 @dataclass
 class Found:
-    """Proposals, standing in their graphs, near misses, and updates of states that are none of ours."""
+    """Proposals, standing in their graphs, near misses, updates of states that are none of ours, and what was taken
+    apart for the search."""
 
     proposals: list[Proposal] = field(default_factory=list)
     misses: list[NearMiss] = field(default_factory=list)
     refused: set[fx.Node] = field(default_factory=set)
+    apart: list[Apart] = field(default_factory=list)
 
 
 def search(graphs: list[fx.GraphModule]) -> Found:
@@ -55,6 +58,7 @@ def _search(gm: fx.GraphModule, found: Found) -> None:
     for node in gm.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "lattn":
             taken |= {node, *node.users}
+    mine.apart += take_einsums_apart(gm.graph, taken.union(*(p.frontier for p in mine.proposals)))
     tokens = {n for m in mine.misses for n in m.token}
     for outcome in find_chunk_forms(gm, taken):
         # That the products of a token that was refused are no chunk form either is no news.
@@ -62,6 +66,7 @@ def _search(gm: fx.GraphModule, found: Found) -> None:
             _sort(mine, outcome)
     inside = {n for p in mine.proposals if p.form == "chunk" for n in region_of(p)}
     mine.misses = [m for m in mine.misses if m.node not in inside and inside.isdisjoint(m.token)]
+    put_together(mine.apart, {n for p in mine.proposals for n in (*region_of(p), *p.frontier, *p.inserted)})
     found.proposals += mine.proposals
     found.misses += mine.misses
 
@@ -78,6 +83,7 @@ def _through_loop(gm: fx.GraphModule, node: fx.Node, found: Found) -> Proposal |
 
     def match_body(body: fx.GraphModule) -> Proposal | NearMiss | None:
         inside = find(body, in_loop=True)
+        found.apart += inside.apart
         if len(inside.proposals) == 1:
             return inside.proposals[0]
         for proposal in inside.proposals:
@@ -92,6 +98,7 @@ def find(gm: fx.GraphModule, *, in_loop: bool = False) -> Found:
     """Steps and loops of one graph. What it proposes stands in the graph, unused."""
     found = Found()
     canonicalize(gm)
+    found.apart = take_lerps_apart(gm.graph)
     index = Index(gm.graph)
     chains, found.misses, found.refused = find_chains(index, in_loop=in_loop)
     chains += _with_ones(index, chains, found, in_loop)

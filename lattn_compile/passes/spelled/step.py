@@ -164,42 +164,64 @@ def _classify(
         summed = term.labels() - set(free)
         if sum(bool(summed & set(f.labels()) and set(f.labels()) & set(free)) for f in term.factors) > 1:
             raise NoMatch("NOT_RANK_ONE", "what is written is a sum of outer products", update)
-    key, renames = _key_labels(expr, erases, order, root, update, key_axis, decays)
     decay_terms = [Product(t.coefficient, _without(t, root)) for t in decays]
     if len(decay_terms) > 1 and not any(is_mask(f) for p in decay_terms for f in p.factors):
         for p in decay_terms:
             for f in p.factors:
                 if (inner := sum_inside(f.node)) is not None and inner not in looked_into:
                     raise NeedsMatrix(inner)
-    step = Step(
-        update=update,
-        root=root,
-        path=path,
-        rule="delta" if erases else "additive",
-        axes=expr.axes,
-        root_index=tuple(a for a in _root_factor(decays[0], root).index if not isinstance(a, int)),
-        batch=[],
-        key=key,
-        column=[],
-        decay_terms=decay_terms,
-        k=Product(),
-        v=[],
-        beta=None,
-        depth=depth,
-    )
+    keys, renames = _key_labels(expr, erases, order, root, update, key_axis, decays)
+    failure: Exception | None = None
+    for key in keys:
+        step = Step(
+            update=update,
+            root=root,
+            path=path,
+            rule="delta" if erases else "additive",
+            axes=expr.axes,
+            root_index=tuple(a for a in _root_factor(decays[0], root).index if not isinstance(a, int)),
+            batch=[],
+            key=key,
+            column=[],
+            decay_terms=decay_terms,
+            k=Product(),
+            v=[],
+            beta=None,
+            depth=depth,
+        )
+        try:
+            _prove(step, free, writes, order, erases, renames, root, index)
+        except (NoMatch, NeedsMatrix) as error:
+            failure = failure or error
+        else:
+            return step
+    assert failure is not None
+    raise failure
+
+
+def _prove(
+    step: Step,
+    free: list[Label],
+    writes: list[Term],
+    order: list[Label],
+    erases: list[Term],
+    renames: list[dict[Label, Label]],
+    root: fx.Node,
+    index: Index,
+) -> None:
+    """The rule of a step whose key axis is known or supposed."""
     step.column = _column(step, free, writes, order)
     step.batch = [x for x in free if x not in step.key and x not in step.column]
     columns = set(step.column)
-    for p in decay_terms:
+    for p in step.decay_terms:
         if any(columns & set(f.labels()) for f in p.factors):
-            raise NoMatch("DECAY_AXIS", "the decay depends on the value axis of the state", update)
+            raise NoMatch("DECAY_AXIS", "the decay depends on the value axis of the state", step.update)
     if erases:
         prove_delta(step, erases, writes, renames, root)
         if step.beta is None:
             refuse_hidden_beta(step, index)
     else:
         split_additive(step, writes)
-    return step
 
 
 def _root_factor(term: Term, root: fx.Node) -> Factor:
@@ -227,8 +249,8 @@ def _key_labels(
     update: fx.Node,
     key_axis: int | None,
     decays: list[Term],
-) -> tuple[list[Label], list[dict[Label, Label]]]:
-    """Labels of K, and for each erase what its summed labels are called outside."""
+) -> tuple[list[list[Label]], list[dict[Label, Label]]]:
+    """Labels that may be those of K, likeliest first, and for each erase what its summed labels are called outside."""
     free = set(expr.free())
     renames: list[dict[Label, Label]] = []
     for term in erases:
@@ -243,15 +265,16 @@ def _key_labels(
         outer = set(renames[0].values())
         if any(set(r.values()) != outer for r in renames):
             raise NoMatch("STATE_MIXED", "two erases read along different axes", update)
-        return [x for x in expr.free() if x in outer], renames
+        return [[x for x in expr.free() if x in outer]], renames
     if key_axis is not None:
-        return flat(expr.axes[key_axis]), []
+        return [flat(expr.axes[key_axis])], []
     # Nothing reads the state: a decay per channel tells K, else the order of the axes does.
     decayed = {x for t in decays for f in t.factors if f.node is not root for x in f.labels()}
     wide = [axis for axis in expr.axes if flat(axis)]
     if len(wide) < 2:
         raise NoMatch("NOT_A_STATE", "the state has no two axes", update)
-    return (flat(wide[-1]) if decayed & set(flat(wide[-1])) else flat(wide[-2])), []
+    likely = wide[-1] if decayed & set(flat(wide[-1])) else wide[-2]
+    return [flat(likely), *(flat(axis) for axis in reversed(wide) if axis is not likely)], []
 
 
 def _column(step: Step, free: list[Label], writes: list[Term], order: list[Label]) -> list[Label]:

@@ -121,10 +121,11 @@ def slots(cache: Any) -> list[tuple[Any, Any, Tensor]]:
     return found + [(linear, i, v) for i, v in enumerate(linear) if isinstance(v, Tensor)]
 
 
-def build(name: str) -> tuple[nn.Module, list[str]]:
-    """`(tiny model in float32 and eval mode, paths of its recurrent layers)`."""
+def build(name: str, layers: int = 3) -> tuple[nn.Module, list[str]]:
+    """`(tiny model in float32 and eval mode, paths of its recurrent layers)`; `layers`: of those in `tiny_models`, the
+    last of which is one of attention."""
     if name in tiny_models.NAMES:
-        model, _ = tiny_models.build(name, layers=3)
+        model, _ = tiny_models.build(name, layers=layers)
     else:
         torch.manual_seed(0)
         model = _BUILDERS[name]().eval().float()

@@ -281,3 +281,24 @@ def test_a_fault_in_one_form_is_not_the_end_of_the_search(monkeypatch: pytest.Mo
     _, report = rewritten(Two())
     assert len(report.rewritten) == 1
     assert codes(report) == ["SEARCH_FAILED"]
+
+
+@pytest.mark.parametrize("name", ["ridge", "kalman", "gaussian_process"])
+def test_a_system_that_is_not_triangular_is_no_candidate(name: str) -> None:
+    eye = torch.eye(6)
+
+    def ridge(x: Tensor, b: Tensor) -> Tensor:
+        return torch.linalg.solve(b.mT @ b + eye, b.mT @ x)
+
+    def kalman(x: Tensor, b: Tensor) -> Tensor:
+        return b - (x @ b) @ torch.linalg.inv(b.mT @ b + eye)
+
+    def gaussian_process(x: Tensor, b: Tensor) -> Tensor:
+        return (b @ b.mT) @ torch.linalg.solve(b @ b.mT + torch.eye(8), b)
+
+    fn = {"ridge": ridge, "kalman": kalman, "gaussian_process": gaussian_process}[name]
+    module = nn.Module()
+    module.forward = fn  # type: ignore[method-assign]
+    program = torch.export.export(module, (torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 6)), strict=False)
+    report = lc.rewrite(program, "exact").report
+    assert not report.sites and not report.unmatched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,8 +79,14 @@ def mixing(gm: fx.GraphModule) -> list[str]:
     return [str(n.target) for n in gm.graph.nodes if any(name in str(n.target) for name in TOKEN_MIXING)]
 
 
-@pytest.mark.parametrize("name", CHUNKED)
-@pytest.mark.parametrize("shape", [(2, 48, 4, 8, 6), (1, 32, 2, 32, 32)], ids=str)
+FULL = os.environ.get("LATTN_CORPUS") == "full"
+SHAPES = [(2, 48, 4, 8, 6), (1, 32, 2, 32, 32)]
+"""Each spelling is tried with one of them, and with both where everything is."""
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [(n, s) for i, n in enumerate(CHUNKED) for j, s in enumerate(SHAPES) if FULL or i % 2 == j]
+)
 def test_every_spelling_becomes_one_op(name: str, shape: tuple[int, ...]) -> None:
     fn, rule, decay = CHUNKED[name]
     proposal, gm = rewritten(fn, random_inputs(*shape, decay=decay))
@@ -87,8 +94,13 @@ def test_every_spelling_becomes_one_op(name: str, shape: tuple[int, ...]) -> Non
     assert not mixing(gm)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 64, 70, 128])
-@pytest.mark.parametrize("state", [False, True])
+LENGTHS = [(1, True), (70, False), (128, True)]
+"""Less than a chunk, a chunk and a part of one, whole chunks. Exported models have more of them (`test_models`)."""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "state"), [(n, s) for n in (1, 5, 64, 70, 128) for s in (False, True)] if FULL else LENGTHS
+)
 def test_transformers_gdn_when_exported(tokens: int, state: bool) -> None:
     """Exporting, transformers solves the triangular system by a loop over 63 rows."""
     qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")

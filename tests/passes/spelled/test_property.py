@@ -20,7 +20,7 @@ from tests.passes.spelled.generator import Spelling, simplified, spellings
 from tests.passes.spelled.harness import copies, gradients, recurrence, rewrite_graph, worst_error
 from tests.passes.spelled.registry import Args, make_args
 
-CASES = int(os.environ.get("LATTN_PROPERTY_CASES", "150"))
+CASES = int(os.environ.get("LATTN_PROPERTY_CASES", "100"))
 SEED = os.environ.get("LATTN_PROPERTY_SEED")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
