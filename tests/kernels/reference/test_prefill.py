@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lattn_compile.errors import FormatError, LattnWarning, PolicyError, UnsupportedError
+from lattn_compile.errors import DtypeError, FormatError, LattnWarning, PolicyError
 from lattn_compile.formats import Nvfp4, factors
 from lattn_compile.kernels.reference import chunk
 from lattn_compile.kernels.reference.operands import Operands
@@ -320,7 +320,7 @@ def test_a_nan_in_the_keys_is_over_every_bound() -> None:
         ({"key_dim": 60}, Prefill({"ws": "nvfp4", "qs": "nvfp4"}), {}, FormatError, r"at ws, qs with K = 60"),
         ({}, Prefill({"kk": "int8"}), {"rule": "additive"}, PolicyError, r"operands\['kk'\] for the additive rule"),
         ({}, Prefill(inverse=Neumann(3)), {"rule": "additive"}, PolicyError, r"inverse for the additive rule"),
-        ({}, Prefill({"kk": "int8"}), {"implementation": "triton"}, UnsupportedError, r"kernel='reference'"),
+        ({}, Prefill({"kk": "int8"}), {"implementation": "triton"}, DtypeError, r"kernel='reference'"),
     ],
 )
 def test_what_a_call_cannot_have_is_refused_before_anything_runs(
