@@ -205,9 +205,7 @@ def test_auto_takes_the_chunk_kernels_for_what_was_proven(kind: str, dtype: torc
         options = {**x.options(), **write, "implementation": implementation}
         o, final, *_ = torch.ops.lattn.chunk(*cuda, *(None,) * 3, **options)
         found[implementation] = [o, final, *torch.autograd.grad(o.float().square().sum() + final.sum(), leaves)]
-    work = Work(
-        torch.device("cuda"), torch.float32, x.q.shape[-1], x.v.shape[-1], None, inputs=dtype, by_channel=kind == "kda"
-    )
+    work = Work(torch.device("cuda"), torch.float32, x.q.shape[-1], x.v.shape[-1], None, inputs=dtype)
     assert choose("chunk", "auto", work) == ("reference" if dtype is torch.bfloat16 else "triton")
     for mine, theirs in zip(found["auto"], found["reference"], strict=True):
         near = 1e-2 if write["write"] == "chunk" or mine.dtype is torch.bfloat16 or dtype is torch.bfloat16 else 1e-5

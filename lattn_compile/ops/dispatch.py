@@ -79,8 +79,8 @@ _GROWS = (
 class Work:
     """What a kernel's `supports` is asked about: `dtype` is the arithmetic's, `quantize` None where it is exact.
 
-    `factors`, `window`: of the replay form; no other has any. `inputs`: the dtype of q, k and v. `by_channel`: whether
-    the decay has one number per key channel. `growth`: whether decays may be greater than 1.
+    `factors`, `window`: of the replay form; no other has any. `inputs`: the dtype of q, k and v. `growth`: whether
+    decays may be greater than 1.
     """
 
     device: torch.device
@@ -91,7 +91,6 @@ class Work:
     factors: str | None = None
     window: int = 0
     inputs: torch.dtype = torch.float32
-    by_channel: bool = False
     growth: bool = False
 
 

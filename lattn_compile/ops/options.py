@@ -159,7 +159,6 @@ class OpOptions:
             geometry.value_dim,
             quantize,
             inputs=t.q.dtype,
-            by_channel=t.g is not None and t.g.dim() == t.q.dim(),
             growth=self.growth,
         )
         if self.implementation == "triton":

@@ -107,10 +107,8 @@ def _kernel(site: SiteNode, form: str) -> str | None:
     given: dict[str, Any] = dict(site.node.kwargs)
     if form == "replay" and given.get("window") == 1 and given.get("write") == "replay" and not given.get("factors"):
         form = "decode"  # the token mode
-    g = value_of(site.arguments.get("g"))
-    by_channel = isinstance(g, torch.Tensor) and g.dim() == q.dim()
     growth = bool(given.get("growth", False))
-    work = dispatch.Work(q.device, dtype, K, V, quantize, inputs=q.dtype, by_channel=by_channel, growth=growth)
+    work = dispatch.Work(q.device, dtype, K, V, quantize, inputs=q.dtype, growth=growth)
     if form == "replay" and "window" in given:
         work = dataclasses.replace(work, factors=given.get("factors"), window=given["window"])
     implementation = str(given.get("implementation", "auto"))
