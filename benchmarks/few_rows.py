@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import fcntl
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,8 @@ from typing import Any
 from unittest import mock
 
 sys.path[:] = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent]
+
+from lattn_compile.bench.timing import milliseconds  # noqa: E402
 
 SHAPES = [
     (12288, 2048, False), (5120, 2048, True), (2048, 5120, False), (2048, 4096, False), (8192, 2048, False),
@@ -51,24 +52,7 @@ def turn(lock: Path | None) -> Iterator[None]:
 
 def timed(call: Callable[[int], Any]) -> float:
     """Microseconds of `call(i)`, recorded for LAUNCHES numbers i."""
-    import torch
-
-    graph = torch.cuda.CUDAGraph()
-    for i in range(2):
-        call(i)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        for i in range(LAUNCHES):
-            call(i)
-    times = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / LAUNCHES)
-    return statistics.median(times)
+    return 1e3 * milliseconds(lambda: [call(i) for i in range(LAUNCHES)]) / LAUNCHES
 
 
 def measure(shape: tuple[int, int, bool], rows: int, tiles: bool, lock: Path | None) -> Iterator[dict[str, Any]]:

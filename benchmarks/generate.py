@@ -31,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.model_decode import TURNS, Sizes, build, synchronize, turn
+from benchmarks.model_decode import TURNS, Sizes, add_row, build, read_rows, synchronize, turn, version
 
 PROMPT = 64
 SHORT, LONG = 16, 80
@@ -151,7 +151,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         report = lc.last_report()
         row["sites"] = [] if report is None else sorted({f"{x.op}, {x.kernel}" for x in report.sites})
     machine = torch.cuda.get_device_name() if cuda else "cpu"
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "fla": _version("fla")}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "fla": version("fla")}
     return {"part": name, "machine": machine, "tiny": args.tiny, "commit": args.commit, **row, **versions}
 
 
@@ -178,24 +178,6 @@ def _values(model: Any) -> int:
     return int(layers * c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim)
 
 
-def _version(package: str) -> str | None:
-    import importlib.util
-
-    if importlib.util.find_spec(package) is None:
-        return None
-    return str(getattr(__import__(package), "__version__", "?"))
-
-
-def read(file: Path) -> dict[str, dict[str, Any]]:
-    """Rows by their part; a later one replaces an earlier."""
-    return {row["part"]: row for row in map(json.loads, file.read_text().splitlines())} if file.exists() else {}
-
-
-def _add(file: Path, row: dict[str, Any]) -> None:
-    with file.open("a") as out:
-        out.write(json.dumps(row) + "\n")
-
-
 def run_together(args: argparse.Namespace, wanted: list[str], begin: Callable[..., Any] = subprocess.Popen) -> None:
     """All parts at once; those that are ready when four fifths of the time are over measure."""
     end = time.monotonic() + args.seconds
@@ -220,8 +202,8 @@ def run_together(args: argparse.Namespace, wanted: list[str], begin: Callable[..
                 if process.poll() is not None:
                     log.seek(0)
                     said = log.read().strip().splitlines()
-                    if (row := read(args.out).get(name)) is None:
-                        _add(args.out, row := {"part": name, "refused": "\n".join(said[-3:])[-600:]})
+                    if (row := read_rows(args.out).get(name)) is None:
+                        add_row(args.out, row := {"part": name, "refused": "\n".join(said[-3:])[-600:]})
                     shown = {k: row[k] for k in ("ms", "tokens_per_s", "peak_gb", "first_s", "refused") if k in row}
                     print(name, json.dumps(shown), flush=True)
                     del running[name]
@@ -246,9 +228,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=110.0, help="for all parts")
     args = parser.parse_args()
     if args.part:
-        _add(args.out, measure(args.part, args))
+        add_row(args.out, measure(args.part, args))
         return
-    there = {name for name, row in read(args.out).items() if "refused" not in row}
+    there = {name for name, row in read_rows(args.out).items() if "refused" not in row}
     wanted = [p for p in parts(args.tiny) if not args.only or p.startswith(tuple(args.only))]
     run_together(args, [p for p in wanted if p not in there])
 

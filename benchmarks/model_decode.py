@@ -256,7 +256,7 @@ def prefill(arm: str, batch: int, sizes: Sizes, device: str, kernel: str) -> dic
         synchronize(device)
         first = time.perf_counter() - began
         error = None
-        if arm != "eager" and _version("fla") is None:  # whose kernels would tune themselves for minutes first
+        if arm != "eager" and version("fla") is None:  # whose kernels would tune themselves for minutes first
             want = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits.float()
             error = float((logits - want).abs().max() / want.std())
         ms = timed(call, sizes, device)
@@ -328,7 +328,7 @@ def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
         row = call(arm, int(batch), sizes, args.device, args.kernel)
     import transformers
 
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "fla": _version("fla")}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "fla": version("fla")}
     machine = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     return (
         {"part": name, "machine": machine, "tiny": args.tiny, "kernel": args.kernel, "lower": args.lower}
@@ -337,7 +337,7 @@ def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
     import importlib.util
 
     if importlib.util.find_spec(package) is None:
@@ -345,7 +345,7 @@ def _version(package: str) -> str | None:
     return str(getattr(__import__(package), "__version__", "?"))
 
 
-def _rows(file: Path) -> dict[str, dict[str, Any]]:
+def read_rows(file: Path) -> dict[str, dict[str, Any]]:
     lines = file.read_text().splitlines() if file.exists() else []
     return {row["part"]: row for row in map(json.loads, lines)}
 
@@ -369,9 +369,9 @@ def _command(name: str, args: argparse.Namespace) -> list[str]:
 
 def _report(name: str, args: argparse.Namespace, said: str) -> None:
     """Prints a part's row. What an arm refuses is a result, too."""
-    if (row := _rows(args.out).get(name)) is None:
+    if (row := read_rows(args.out).get(name)) is None:
         row = {"part": name, "refused": (said.strip().splitlines() or ["?"])[-1][:400]}
-        _add(args.out, row)
+        add_row(args.out, row)
     shown = {k: v for k, v in row.items() if k not in ("part", "machine", "most", "torch", "transformers", "fla")}
     print(name, json.dumps(shown), flush=True)
 
@@ -432,7 +432,7 @@ def _taken(lock: IO[str]) -> bool:
     return True
 
 
-def _add(file: Path, row: dict[str, Any]) -> None:
+def add_row(file: Path, row: dict[str, Any]) -> None:
     with file.open("a") as out:
         out.write(json.dumps(row) + "\n")
 
@@ -473,12 +473,12 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=90, help="seconds for a part")
     args = parser.parse_args()
     if args.table:
-        print(table(_rows(args.out), Sizes(args.tiny)))
+        print(table(read_rows(args.out), Sizes(args.tiny)))
     elif args.part:
-        _add(args.out, run_part(args.part, args))
+        add_row(args.out, run_part(args.part, args))
     else:
         wanted = [p for p in parts(Sizes(args.tiny)) if not args.only or any(p.startswith(x) for x in args.only)]
-        wanted = [p for p in wanted if p not in _rows(args.out)]
+        wanted = [p for p in wanted if p not in read_rows(args.out)]
         run_together(args, wanted) if args.together else run_all(args, wanted)
 
 

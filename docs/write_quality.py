@@ -22,7 +22,7 @@ BEFORE = RESULTS.with_name("quality_before.json")
 GENERATE = RESULTS.with_name("generate_nvidia_h200.jsonl")
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.generate import read  # noqa: E402
+from benchmarks.model_decode import read_rows  # noqa: E402
 from benchmarks.quality.config import FULL, HEADLINE, INVERSES, NEAREST, OPERANDS, OTHERS, policy_named  # noqa: E402
 from benchmarks.quality.findings import findings, shares  # noqa: E402
 from benchmarks.quality.verdict import CONTROL, Spread, judged, seeds, spread  # noqa: E402
@@ -512,7 +512,7 @@ def filled(text: str, results: Results) -> str:
 
 def pages(data: dict[str, Any]) -> dict[str, str]:
     """Every file that this script writes, by its path from the root folder."""
-    results = Results(data, read(GENERATE), json.loads(BEFORE.read_text(encoding="utf-8"))["runs"])
+    results = Results(data, read_rows(GENERATE), json.loads(BEFORE.read_text(encoding="utf-8"))["runs"])
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/quality.md", "README.md")}
     return {**{name: filled(text, results) for name, text in texts.items()}, **plots(results)}
 
