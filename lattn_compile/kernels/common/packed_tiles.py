@@ -26,6 +26,42 @@ __all__ = ["decoded", "decoded_words", "load_codes", "load_steps", "load_words",
 
 _NAN_BYTE = tl.constexpr(0x7F)  # of E4M3
 
+# Four codes of a word, of which a mask keeps all or none, as numbers.
+_INT8_NUMBERS = tl.constexpr(
+    """
+    {
+    .reg .b32 bytes;
+    lop3.b32 bytes, $4, $5, 0x80808080, 0x6a;
+    prmt.b32 $0, bytes, 0x4B000000, 0x7650;
+    prmt.b32 $1, bytes, 0x4B000000, 0x7651;
+    prmt.b32 $2, bytes, 0x4B000000, 0x7652;
+    prmt.b32 $3, bytes, 0x4B000000, 0x7653;
+    sub.rn.f32 $0, $0, 0f4B000080;
+    sub.rn.f32 $1, $1, 0f4B000080;
+    sub.rn.f32 $2, $2, 0f4B000080;
+    sub.rn.f32 $3, $3, 0f4B000080;
+    }
+    """
+)
+_FP8_NUMBERS = tl.constexpr(
+    """
+    {
+    .reg .b32 bytes, even, odd;
+    .reg .b16 low, high, a, b, c, d;
+    and.b32 bytes, $4, $5;
+    mov.b32 {low, high}, bytes;
+    cvt.rn.f16x2.e4m3x2 even, low;
+    cvt.rn.f16x2.e4m3x2 odd, high;
+    mov.b32 {a, b}, even;
+    mov.b32 {c, d}, odd;
+    cvt.f32.f16 $0, a;
+    cvt.f32.f16 $1, b;
+    cvt.f32.f16 $2, c;
+    cvt.f32.f16 $3, d;
+    }
+    """
+)
+
 
 @triton.jit
 def load_codes(
@@ -112,20 +148,7 @@ def _in_columns(a, b, c, d):
 @triton.jit
 def _int8_of_words(words, keep):
     a, b, c, d = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 bytes;
-        lop3.b32 bytes, $4, $5, 0x80808080, 0x6a;
-        prmt.b32 $0, bytes, 0x4B000000, 0x7650;
-        prmt.b32 $1, bytes, 0x4B000000, 0x7651;
-        prmt.b32 $2, bytes, 0x4B000000, 0x7652;
-        prmt.b32 $3, bytes, 0x4B000000, 0x7653;
-        sub.rn.f32 $0, $0, 0f4B000080;
-        sub.rn.f32 $1, $1, 0f4B000080;
-        sub.rn.f32 $2, $2, 0f4B000080;
-        sub.rn.f32 $3, $3, 0f4B000080;
-        }
-        """,
+        _INT8_NUMBERS,
         "=&f,=&f,=&f,=&f,r,r",
         [words, tl.broadcast_to(keep, words.shape)],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
@@ -138,22 +161,7 @@ def _int8_of_words(words, keep):
 @triton.jit
 def _fp8_of_words(words, keep):
     a, b, c, d = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 bytes, even, odd;
-        .reg .b16 low, high, p, q, r, s;
-        and.b32 bytes, $4, $5;
-        mov.b32 {low, high}, bytes;
-        cvt.rn.f16x2.e4m3x2 even, low;
-        cvt.rn.f16x2.e4m3x2 odd, high;
-        mov.b32 {p, q}, even;
-        mov.b32 {r, s}, odd;
-        cvt.f32.f16 $0, p;
-        cvt.f32.f16 $1, q;
-        cvt.f32.f16 $2, r;
-        cvt.f32.f16 $3, s;
-        }
-        """,
+        _FP8_NUMBERS,
         "=&f,=&f,=&f,=&f,r,r",
         [words, tl.broadcast_to(keep, words.shape)],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
@@ -271,20 +279,7 @@ def _int8_values(raw, keep, FAST: tl.constexpr):
     """int8 codes, as bytes, in fp32; `keep` all ones, or 0 for zeros instead."""
     if FAST:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 bytes;
-            lop3.b32 bytes, $4, $5, 0x80808080, 0x6a;
-            prmt.b32 $0, bytes, 0x4B000000, 0x7650;
-            prmt.b32 $1, bytes, 0x4B000000, 0x7651;
-            prmt.b32 $2, bytes, 0x4B000000, 0x7652;
-            prmt.b32 $3, bytes, 0x4B000000, 0x7653;
-            sub.rn.f32 $0, $0, 0f4B000080;
-            sub.rn.f32 $1, $1, 0f4B000080;
-            sub.rn.f32 $2, $2, 0f4B000080;
-            sub.rn.f32 $3, $3, 0f4B000080;
-            }
-            """,
+            _INT8_NUMBERS,
             "=&r,=&r,=&r,=&r,r,r,r,r,r",
             [raw, tl.broadcast_to(keep, raw.shape)],
             dtype=tl.int32,
@@ -300,22 +295,7 @@ def _fp8_values(raw, keep, FAST: tl.constexpr):
     """E4M3 codes, as bytes, in fp32; `keep` as in `_int8_values`. Half precision has all of their values."""
     if FAST:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 bytes, even, odd;
-            .reg .b16 low, high, a, b, c, d;
-            and.b32 bytes, $4, $5;
-            mov.b32 {low, high}, bytes;
-            cvt.rn.f16x2.e4m3x2 even, low;
-            cvt.rn.f16x2.e4m3x2 odd, high;
-            mov.b32 {a, b}, even;
-            mov.b32 {c, d}, odd;
-            cvt.f32.f16 $0, a;
-            cvt.f32.f16 $1, b;
-            cvt.f32.f16 $2, c;
-            cvt.f32.f16 $3, d;
-            }
-            """,
+            _FP8_NUMBERS,
             "=&r,=&r,=&r,=&r,r,r,r,r,r",
             [raw, tl.broadcast_to(keep, raw.shape)],
             dtype=tl.int32,
