@@ -47,8 +47,8 @@ def _held(call: Call, prefix: str = "") -> list[Row]:
 @_each("all sites", [(fmt, kind) for fmt in ALL for kind in ("gdn", "kda", "delta")])
 def _all(case: tuple[str, str]) -> list[Row]:
     """Ragged, NaN between sequences, bf16. Without a decay nothing is forgotten: one chunk's codes that fell the other
-    way are the next one's errors, so there is one chunk only."""
-    lengths = (64, 0, 40) if case[1] == "delta" else RAGGED
+    way are the next one's errors, and of four bits so large that there is one chunk only."""
+    lengths = (64, 0, 40) if case == ("nvfp4", "delta") else RAGGED
     return _held(_call(ALL[case[0]], lengths=lengths, **KINDS[case[1]]).inputs(torch.bfloat16))
 
 

@@ -129,7 +129,7 @@ BF16: dict[str, dict[str, Any]] = {
 def test_bf16_inputs_keep_what_is_float32(name: str, bf16: None) -> None:
     """States to 22 bits; outputs, which bf16 rounds to 8, to 11; gradients of keys to sixteen."""
     call = _bf16(make_call(**BF16[name]))
-    bounds = {"final": 5e-7, "dstate": 1e-5, "dv": 1e-6, "dbeta": 2e-6, "o": 6e-4}
+    bounds = {"final": 5e-7, "dstate": 5e-6, "dv": 1e-6, "dbeta": 2e-6, "o": 6e-4}
     for name, error in call.both(chunk).errors(call.exact().both(reference)).items():
         assert error <= bounds.get(name, 1e-5), (name, error)
 
@@ -150,7 +150,7 @@ def test_a_block_of_zero_keys_leaves_a_small_state_as_it_is(bf16: None) -> None:
     for name in ("k", "v", "g", "beta"):
         getattr(call, name)[64:134] = 0.0
     errors = _bf16(call).both(chunk).errors(_bf16(call).exact().both(reference))
-    assert errors["final"] <= 1e-6 and errors["dstate"] <= 1e-5 and errors["o"] <= 6e-4, errors
+    assert errors["final"] <= 1e-6 and errors["dstate"] <= 5e-6 and errors["o"] <= 6e-4, errors
 
 
 def test_one_repeated_bf16_key_holds_the_bounds_of_semantics_8(bf16: None) -> None:
@@ -159,7 +159,7 @@ def test_one_repeated_bf16_key_holds_the_bounds_of_semantics_8(bf16: None) -> No
     assert call.g is not None
     call.g.fill_(-0.01)
     errors = _bf16(call).both(chunk).errors(_bf16(call).exact().both(reference))
-    assert errors["final"] <= 5e-6 and errors["dstate"] <= 2e-5 and errors["dg"] <= 2e-5, errors
+    assert errors["final"] <= 5e-6 and errors["dstate"] <= 5e-6 and errors["dg"] <= 2e-5, errors
 
 
 @pytest.mark.parametrize("inputs", ["float32", "bfloat16"])

@@ -92,7 +92,8 @@ def test_a_window_spills_addresses_only(decay: str) -> None:
         (Policy("int8", write=Replay(8)), Policy(write=TwoPrecision(16))) if ALL else (Policy("int8", write=Replay(8)),)
     ):
         kernel = _built(policy, decay=decay)
-        assert kernel.registers is not None and kernel.registers <= 255 and kernel.stack <= 256
+        assert kernel.registers is not None and kernel.registers <= 255
+        assert kernel.stack <= (192 if isinstance(policy.write, TwoPrecision) else 96)
         assert kernel.scattered_reductions() == []
         assert not any(name.startswith("I2F") for name in _opcodes(kernel))
 
