@@ -319,9 +319,9 @@ def _convolution(node: fx.Node) -> _Convolution | None:
     inputs, stored = _value(past), _value(memory)
     if inputs is None or stored is None or inputs.device.type != "cuda" or inputs.dtype not in _FLOATS:
         return None
-    for x, value in ((past, inputs), (memory, stored)):
-        if x.op != "placeholder" or not value.is_contiguous() or value.dtype is not inputs.dtype:
-            return None
+    # Weights may be computed: of a layer that is cut by heads they are put in order here.
+    if past.op != "placeholder" or not all(x.is_contiguous() and x.dtype is inputs.dtype for x in (inputs, stored)):
+        return None
     sequences, channels, kept = inputs.shape
     if not isinstance(sequences, int) or taps.shape[2] - 1 > kept or channels != groups:
         return None

@@ -88,8 +88,10 @@ def _memory(arguments: str) -> list[str]:
     return re.sub(r"reinterpret_tensor\((\w+),[^()]*\([^()]*\)[^()]*\([^()]*\)[^()]*\)", r"\1", arguments).split(", ")
 
 
-def test_a_short_convolution_moves_its_inputs_on_where_they_lie_and_takes_a_product_along() -> None:
-    """Of keys, queries and values that one projection leaves in groups; the convolution's weight is `[C, 1, taps]`."""
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut by heads"])
+def test_a_short_convolution_moves_its_inputs_on_where_they_lie_and_takes_a_product_along(cut: bool) -> None:
+    """Of keys, queries and values that one projection leaves in groups; the convolution's weight is `[C, 1, taps]`, and
+    of a layer that is cut by heads lies by head, and is put in order in the graph."""
     new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     channels = (2 * HEADS + VALUE_HEADS) * DIM
     x, matrix, small = (torch.empty(n, 32, **new) for n in (BATCH, HEADS * 4 * DIM, 2 * VALUE_HEADS))
@@ -102,6 +104,9 @@ def test_a_short_convolution_moves_its_inputs_on_where_they_lie_and_takes_a_prod
         parts = [x.reshape(BATCH, 1, -1) for x in projected.split([DIM, DIM, 2 * DIM], -1)]
         joined = torch.cat([past, torch.cat(parts, -1).transpose(1, 2)], -1)
         past.copy_(joined[..., -4:])
+        if cut:
+            by_head = weight.unflatten(0, (HEADS, -1)).split([DIM, DIM, 2 * DIM], 1)
+            weight = torch.cat([x.flatten(0, 1) for x in by_head])
         mixed = torch.nn.functional.conv1d(joined, weight, groups=channels)[..., -1:]
         mixed = torch.nn.functional.silu(mixed).transpose(1, 2)
         sizes = [HEADS * DIM, HEADS * DIM, VALUE_HEADS * DIM]
@@ -114,13 +119,15 @@ def test_a_short_convolution_moves_its_inputs_on_where_they_lie_and_takes_a_prod
         return o
 
     (code,) = generated(layer, x, matrix, small, past, weight, state, shape_padding=False)
-    convolve, step = kernels_in(code)
-    assert convolve.is_ours and step.is_ours
+    *ordering, convolve, step = kernels_in(code)
+    assert len(ordering) == cut and convolve.is_ours and step.is_ours
     assert re.findall(r"extern_kernels\.(\w+)\(", code) == ["mm"], "the product that gates come from is taken along"
     (arguments,) = convolve.launches
     names = _memory(arguments)
     assert names[0] == names[1] == names[2], "read where the product left it"
-    assert [names[i][:3] for i in (3, 4, 7, 8)] == ["arg"] * 4, "moved on where it lies"
+    assert [names[i][:3] for i in (3, 4, 7, 8)] == ["arg", "buf" if cut else "arg", "arg", "arg"], (
+        "moved on where it lies"
+    )
     assert "'SILU': True" in convolve.source
     assert build(convolve.launch(), "sm_90").stack == 0
 
