@@ -318,7 +318,7 @@ def different(case: Case, batch: int, ways: list[str]) -> list[str]:
         own = packed_launch.launch_of(quantize, batch * VALUE_HEADS, window=windowed)
         form = (packed_launch.ring_layout if windowed else packed_launch.stored_layout)(KEY, VALUE, quantize, own)
         tiles = packed_launch.tiles_a_program(own, form, KEY_HEADS, VALUE_HEADS, batch, keys=not windowed)
-        found.setdefault((form, tiles), way)
+        found.setdefault((form, tiles, own.early), way)
     return list(found.values())
 
 

@@ -23,7 +23,16 @@ from lattn_compile.formats.int8.triton import LARGEST as INT8_LARGEST
 from lattn_compile.formats.nvfp4.triton import BLOCK, GROUP, from_nibbles, to_nibbles
 from lattn_compile.kernels.common.codec import block_scales, from_bytes, round_codes, scales, to_bytes
 
-__all__ = ["from_words", "magnitudes_of_groups", "places_of_steps", "quantize", "tile_scales", "to_words"]
+__all__ = [
+    "from_words",
+    "magnitudes_of_blocks",
+    "magnitudes_of_groups",
+    "over_groups",
+    "places_of_steps",
+    "quantize",
+    "tile_scales",
+    "to_words",
+]
 
 _INFINITE = tl.constexpr(0x7F800000)
 _KNOWN = tl.constexpr(triton.__version__.startswith(("3.6.", "3.7.")))
@@ -88,12 +97,25 @@ def _magnitude_bits(S, FIRST: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def magnitudes_of_groups(S, PIECES: tl.constexpr, FLIP: tl.constexpr):
     """Bits of the largest finite magnitude of nvfp4's groups of columns; 0 where a group has none."""
-    LANES: tl.constexpr = S[0].shape[2] if FLIP else S[0].shape[0]
     m = tl.zeros(S[0].shape, tl.int32)
     for i in tl.static_range(PIECES):
         bits = tl.abs(S[i]).to(tl.int32, bitcast=True)
         m = tl.maximum(m, tl.where(bits < _INFINITE, bits, 0))
-    return _over_tiles(m, LANES, GROUP, FLIP)
+    return over_groups(m, FLIP)
+
+
+@triton.jit
+def magnitudes_of_blocks(S, PIECES: tl.constexpr, FLIP: tl.constexpr):
+    """Bits of the largest magnitudes of nvfp4's blocks, where each is a lane's run, NaN and infinity on top; of one
+    step, so that it broadcasts against a piece."""
+    return _over_tiles(_magnitude_bits(S, 0, PIECES), 1, 1, FLIP)
+
+
+@triton.jit
+def over_groups(bits, FLIP: tl.constexpr):
+    """Maxima over nvfp4's groups of columns, from one number a place."""
+    LANES: tl.constexpr = bits.shape[2] if FLIP else bits.shape[0]
+    return _over_tiles(bits, LANES, GROUP, FLIP)
 
 
 @triton.jit

@@ -211,6 +211,7 @@ def _written(
         "HEAD_SCALES": _elements(scales),
         "HEAD_BLOCKS": _elements(blocks),
         "TURNED": _turned(codes),
+        "ODD": not aligned(codes),
     }
 
 
@@ -336,7 +337,12 @@ def _decode(x: _Inputs, stored: Mapping[str, Tensor], o: Tensor, options: _Optio
     if x.single:
         keys, tiles = tiles_a_program(launch, lay, key_heads, value_heads, x.sequences)
         kernel, programs = token_step, programs // (keys * tiles)
-        own = {"KEYS": keys, "TILES": tiles, **_overlapping(codes.device)}
+        own = {
+            "KEYS": keys,
+            "TILES": tiles,
+            "EARLY": launch.early and NVIDIA and not interpreted(),
+            **_overlapping(codes.device),
+        }
     kernel[(programs * x.sequences,)](
         x.q, x.k, x.v, x.g, x.beta, codes, scales, blocks, x.cursor, x.indices, x.fresh, x.ends, x.lengths, o,
         gates.a_log, gates.dt_bias, options.scale, gates.lower_bound or 0.0, *strides(x.q), *strides(x.k),
@@ -347,7 +353,7 @@ def _decode(x: _Inputs, stored: Mapping[str, Tensor], o: Tensor, options: _Optio
         AFTER=options.readout == "after_write" and options.format != "",
         FAST=_fast(options.format, lay, codes),
         HEAD_CODES=_elements(codes), HEAD_SCALES=_elements(scales), HEAD_BLOCKS=_elements(blocks),
-        TURNED=_turned(codes), **own, num_warps=lay.warps, num_stages=1, enable_fp_fusion=False,
+        TURNED=_turned(codes), ODD=not aligned(codes), **own, num_warps=lay.warps, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -374,14 +380,19 @@ def _turned(codes: Tensor) -> bool:
     return not codes.is_contiguous()
 
 
-def _fast(name: str, lay: Layout, codes: Tensor) -> bool:
-    """Whether bytes are made numbers and numbers bytes four at a time; of fp8, by conversions of the GPU's own.
+def _fast(name: str, lay: Layout, codes: Tensor) -> int:
+    """Whether bytes are made numbers and numbers bytes a word at a time: 2 by NVIDIA's instructions, those of fp8 by
+    conversions of the GPU's own; 1 in Triton's operations, of nvfp4; else 0.
 
-    Codes that begin anywhere in a buffer are moved byte by byte: words have to begin at their own size.
+    int8 and fp8 codes that begin anywhere in a buffer are moved byte by byte: words have to begin at their own size.
     """
-    if interpreted() or lay.vector * lay.step < 4 or not aligned(codes):
-        return False
-    return (name == "int8" and NVIDIA) or (name == "fp8_e4m3" and _capable(codes.device, (8, 9)))
+    own = NVIDIA and not interpreted()
+    if name == "nvfp4":
+        fits = lay.step == 2 and lay.pieces * lay.step == 16 and lay.vector % 4 == 0 and not _turned(codes)
+        return (2 if own else 1) if fits else 0
+    if lay.vector * lay.step < 4 or not own or not aligned(codes):
+        return 0
+    return 2 * (name == "int8" or (name == "fp8_e4m3" and _capable(codes.device, (8, 9))))
 
 
 def _capable(device: torch.device, least: tuple[int, int]) -> bool:

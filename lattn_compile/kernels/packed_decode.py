@@ -22,9 +22,10 @@ from lattn_compile.kernels.common.packed_rows import (
     slot_of,
     tokens_of,
 )
-from lattn_compile.kernels.common.packed_tiles import decoded, load_codes, load_steps
+from lattn_compile.kernels.common.packed_tiles import decoded, decoded_words
 from lattn_compile.kernels.common.pieces import columns, dot, key_channels, lanes, scaled
 from lattn_compile.kernels.decode_codec import quantize
+from lattn_compile.kernels.packed_fetch import codes_of
 from lattn_compile.kernels.packed_write import keys, updated, write_back
 
 __all__ = ["step"]
@@ -180,6 +181,7 @@ def step(
     HEAD_SCALES: tl.constexpr,
     HEAD_BLOCKS: tl.constexpr,
     TURNED: tl.constexpr,
+    ODD: tl.constexpr,
 ):
     """A step of every sequence, in place.
 
@@ -201,6 +203,7 @@ def step(
     WIDTH: tl.constexpr = WARPS * COLUMNS
     BLOCKS: tl.constexpr = (V + WIDTH - 1) // WIDTH
     MASKED: tl.constexpr = LANES * PIECES * STEP != K
+    WORDS: tl.constexpr = FAST and (VECTOR % 8 == 0 or FORMAT == "nvfp4") and not TURNED
     BETA: tl.constexpr = beta is not None
     PROGRAMS: tl.constexpr = BLOCKS * HV  # of a sequence
     i_block, i_seq = i % BLOCKS, i // PROGRAMS
@@ -230,13 +233,16 @@ def step(
     p_codes = codes + row * HEAD_CODES
     p_scales = scales + row * HEAD_SCALES if HEAD_SCALES else None
     p_blocks = blocks + row * HEAD_BLOCKS if HEAD_BLOCKS else None
-    raw = load_codes(p_codes, channel, column, has, K, V, VECTOR, PIECES, STEP, FORMAT, TURNED)
-    steps = load_steps(
-        p_scales, p_blocks, channel, column, i_block * WIDTH, has, K, V, WIDTH, PIECES, STEP, FORMAT, BLOCK_K, BLOCK_V,
-        VECTOR,
+    raw, steps = codes_of(
+        i_head * BLOCKS + i_block, has, row - i_head, codes, scales, blocks, channel, columns(0, WARPS, COLUMNS), K, V,
+        WIDTH, BLOCKS, WARPS, COLUMNS, PIECES, STEP, VECTOR, MASKED, FORMAT, BLOCK_K, BLOCK_V, HEAD_CODES, HEAD_SCALES,
+        HEAD_BLOCKS, WORDS, TURNED, ODD,
     )  # fmt: skip
     at = tl.load(cursor + slot)
-    S = decoded(raw, steps, has & (at >= 0), channel, PIECES, FORMAT, FAST)
+    if WORDS:
+        S = decoded_words(raw, steps, has & (at >= 0), PIECES, FORMAT, FAST, True)
+    else:
+        S = decoded(raw, steps, has & (at >= 0), channel, PIECES, FORMAT, FAST)
     for t in range(used):
         token = first + t
         p_q = q + (token * q_token + i_key * q_head)

@@ -13,11 +13,48 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lattn_compile.kernels.common.packed_nibbles import load_nibbles, nibble_steps
 from lattn_compile.kernels.common.packed_rows import inputs_of
 from lattn_compile.kernels.common.packed_tiles import load_codes, load_steps, load_words
 from lattn_compile.kernels.common.pieces import columns, lanes
 
-__all__ = ["codes_of", "inputs_of_tile", "records_of"]
+__all__ = ["after", "bring", "codes_of", "inputs_of_tile", "issued", "records_of"]
+
+
+@triton.jit
+def issued(number):
+    """Some number above 0, once the loads before have begun, which are put off otherwise to save registers: no load
+    moves over a barrier, and what `after` this number waits for it. NVIDIA only. number: any but -1."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $1, -1; bar.red.popc.u32 $0, 0, p; }",
+        "=r,r",
+        [number],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def after(threads, x):
+    """Pieces `x` as they are, of which the first waits for what `issued` returned."""
+    out = (tl.where(threads > 0, x[0], 0.0),)
+    for i in tl.static_range(1, len(x)):
+        out = out + (x[i],)
+    return out
+
+
+@triton.jit
+def bring(p, rows, ROWS: tl.constexpr, APART: tl.constexpr, COUNT: tl.constexpr):
+    """Has `rows` rows of COUNT numbers at `p`, at most ROWS, a power of two, and APART numbers from each other, brought
+    to the L2 cache, and waits for nothing. NVIDIA only."""
+    SIZE: tl.constexpr = p.dtype.element_ty.primitive_bitwidth // 8
+    LINES: tl.constexpr = (COUNT * SIZE + 127) // 128
+    row = tl.minimum(tl.arange(0, ROWS), rows - 1)[:, None]
+    at = p.to(tl.pointer_type(tl.uint8)) + (row * (APART * SIZE) + tl.arange(0, LINES)[None, :] * 128)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -48,21 +85,27 @@ def codes_of(
     HEAD_BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
     TURNED: tl.constexpr,
+    ODD: tl.constexpr,
 ):
     """A tile's codes, and what they are multiplied with."""
     head = tile // BLOCKS
     first = tile % BLOCKS * WIDTH
     p = codes + (row + head) * HEAD_CODES
-    if WORDS:
-        word = columns(first // 4, WARPS, COLUMNS // 4)
-        raw = load_words(p, channel, word, inside, K, V, VECTOR, PIECES, STEP, MASKED or V % WIDTH != 0)
+    p_scales = scales + (row + head) * HEAD_SCALES if HEAD_SCALES else None
+    p_blocks = blocks + (row + head) * HEAD_BLOCKS if HEAD_BLOCKS else None
+    word = columns(first // 4, WARPS, COLUMNS // 4)
+    if WORDS and FORMAT == "nvfp4":
+        raw = load_nibbles(p, channel, word, inside, K, V, VECTOR, PIECES, ODD)
+        steps = nibble_steps(p_scales, p_blocks, channel, column + first, inside, K, V, VECTOR)
     else:
-        raw = load_codes(p, channel, column + first, inside, K, V, VECTOR, PIECES, STEP, FORMAT, TURNED)
-    steps = load_steps(
-        scales + (row + head) * HEAD_SCALES if HEAD_SCALES else None,
-        blocks + (row + head) * HEAD_BLOCKS if HEAD_BLOCKS else None,
-        channel, column + first, first, inside, K, V, WIDTH, PIECES, STEP, FORMAT, BLOCK_K, BLOCK_V, VECTOR,
-    )  # fmt: skip
+        if WORDS:
+            raw = load_words(p, channel, word, inside, K, V, VECTOR, PIECES, STEP, MASKED or V % WIDTH != 0)
+        else:
+            raw = load_codes(p, channel, column + first, inside, K, V, VECTOR, PIECES, STEP, FORMAT, TURNED, ODD)
+        steps = load_steps(
+            p_scales, p_blocks, channel, column + first, first, inside, K, V, WIDTH, PIECES, STEP, FORMAT, BLOCK_K,
+            BLOCK_V, VECTOR,
+        )  # fmt: skip
     return raw, steps
 
 

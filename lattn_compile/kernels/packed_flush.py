@@ -11,6 +11,7 @@ import triton.language as tl
 
 from lattn_compile.kernels.common.inputs import exp
 from lattn_compile.kernels.common.packed_gates import decay_of, exps, log_decays_of, strength_of
+from lattn_compile.kernels.common.packed_nibbles import decoded_nibbles, load_nibbles, nibble_steps
 from lattn_compile.kernels.common.packed_rows import slot_of
 from lattn_compile.kernels.common.packed_tiles import decoded, decoded_words, load_codes, load_steps
 from lattn_compile.kernels.common.pieces import columns, dot, key_channels, lanes, scaled
@@ -215,13 +216,20 @@ def start(
     BLOCK_V: tl.constexpr,
     FAST: tl.constexpr,
     TURNED: tl.constexpr,
+    ODD: tl.constexpr,
 ):
     """A stored state, fp32; zeros where `inside` is not."""
-    raw = load_codes(codes, channel, column, inside, K, V, VECTOR, PIECES, STEP, FORMAT, TURNED)
-    steps = load_steps(
-        scales, blocks, channel, column, first, inside, K, V, WIDTH, PIECES, STEP, FORMAT, BLOCK_K, BLOCK_V, VECTOR
-    )
-    return decoded(raw, steps, inside, channel, PIECES, FORMAT, FAST)
+    if FORMAT == "nvfp4" and FAST:
+        word = columns(first // 4, column.shape[0], column.shape[1] // 4)
+        words = load_nibbles(codes, channel, word, inside, K, V, VECTOR, PIECES, ODD)
+        steps = nibble_steps(scales, blocks, channel, column, inside, K, V, VECTOR)
+        return decoded_nibbles(words, steps, inside, PIECES, FAST)
+    else:
+        raw = load_codes(codes, channel, column, inside, K, V, VECTOR, PIECES, STEP, FORMAT, TURNED, ODD)
+        steps = load_steps(
+            scales, blocks, channel, column, first, inside, K, V, WIDTH, PIECES, STEP, FORMAT, BLOCK_K, BLOCK_V, VECTOR
+        )
+        return decoded(raw, steps, inside, channel, PIECES, FORMAT, FAST)
 
 
 @triton.jit
@@ -362,13 +370,14 @@ def end(
             1,
             False,
             TURNED,
+            False,
         )
     else:
         own_steps = steps
         if DECAY == 1 and len(steps) == 1 and PLAIN == 0:
             own_steps = (steps[0] * on_state,)
         if WORDS:
-            S = decoded_words(raw, own_steps, known, PIECES, FORMAT)
+            S = decoded_words(raw, own_steps, known, PIECES, FORMAT, FAST, False)
         else:
             S = decoded(raw, own_steps, known, channel, PIECES, FORMAT, FAST)
     now = 0.0
@@ -442,6 +451,7 @@ def flush(
     HEAD_SCALES: tl.constexpr,
     HEAD_BLOCKS: tl.constexpr,
     TURNED: tl.constexpr,
+    ODD: tl.constexpr,
 ):
     """Pending records of slots into their states, as `step` takes them all. Grid: (column blocks * HV * N,)."""
     i = tl.program_id(0)
@@ -475,7 +485,7 @@ def flush(
             p_read_blocks = read_blocks + row * HEAD_BLOCKS
         S = start(
             p_codes, None, None, channel, column, 0, live, K, V, WIDTH, VECTOR, PIECES, STEP, ANCHOR, 1, 1, False,
-            TURNED,
+            TURNED, False,
         )  # fmt: skip
     else:
         if HEAD_SCALES:
@@ -485,7 +495,7 @@ def flush(
         S = start(
             p_codes, p_scales, p_blocks, channel, column, i_block * WIDTH, live, K, V, WIDTH, VECTOR, PIECES, STEP,
             FORMAT,
-            BLOCK_K, BLOCK_V, FAST, TURNED,
+            BLOCK_K, BLOCK_V, FAST, TURNED, ODD,
         )  # fmt: skip
     now = 0.0
     if DECAY == 2:

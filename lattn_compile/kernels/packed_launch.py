@@ -39,11 +39,14 @@ class Launch:
         tiles: how many tiles a program of one-token steps takes one after the other, at most. A tile is the columns of
             a head that a program holds; the next one's codes are on their way while it computes one.
         columns: how many columns of a head a program holds, at least.
+        early: of one-token steps without records: whether the next tile's loads begin before this one's sums, which a
+            barrier sees to; else when registers are free, and that is later.
     """
 
     vector: int
     tiles: int = 1
     columns: int = 1
+    early: bool = False
 
 
 LAUNCHES = {
@@ -51,12 +54,15 @@ LAUNCHES = {
     "broad": Launch(4, columns=64),
     "wide": Launch(8, columns=64),
     "wide 2": Launch(8, 2, 64),
+    "wide 2 early": Launch(8, 2, 64, early=True),
     "wide 4": Launch(8, 4, 64),
     "wide 8": Launch(8, 8, 64),
+    "wide 8 early": Launch(8, 8, 64, early=True),
 }
 CHOSEN: dict[str, tuple[str, str, str]] = {
-    "int8": ("narrow", "wide", "wide 2"),
+    "int8": ("narrow", "wide", "wide 2 early"),
     "fp8_e4m3": ("narrow", "wide", "wide 2"),
+    "nvfp4": ("narrow", "wide", "wide 2"),
     "bf16": ("narrow", "wide", "wide"),
     "": ("narrow", "broad", "broad"),
     "window": ("narrow", "wide", "wide 4"),

@@ -29,7 +29,7 @@ from lattn_compile.kernels.common.packed_rows import (
     tokens_of,
 )
 from lattn_compile.kernels.common.pieces import columns, key_channels, lanes
-from lattn_compile.kernels.packed_fetch import codes_of, inputs_of_tile, records_of
+from lattn_compile.kernels.packed_fetch import bring, codes_of, inputs_of_tile, records_of
 from lattn_compile.kernels.packed_flush import cursor_of, end, leave
 from lattn_compile.kernels.packed_window import against, pair_of, products, read
 
@@ -112,6 +112,7 @@ def step(
     HEAD_BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
     TURNED: tl.constexpr,
+    ODD: tl.constexpr,
 ):
     """A step of every sequence, in place.
 
@@ -140,7 +141,9 @@ def step(
     GROUPS: tl.constexpr = (ROWS + LANES - 1) // LANES
     BETA: tl.constexpr = beta is not None
     G_SIZE: tl.constexpr = K if DECAY == 2 else 1
-    WORDS: tl.constexpr = FAST and VECTOR % 8 == 0 and not TURNED
+    EIGHT: tl.constexpr = FORMAT == "int8" or FORMAT == "fp8_e4m3"
+    BRING: tl.constexpr = FAST == 2 and EIGHT and TILES > 1 and not TWO and not TURNED and V % WIDTH == 0
+    WORDS: tl.constexpr = FAST and (VECTOR % 8 == 0 or FORMAT == "nvfp4") and not TURNED
     i_seq, i_key, i_part = i // (H * PARTS), i // PARTS % H, i % PARTS
     i_tile = i_key * OF_KEY + i_part * TILES
     first, count, rows = tokens_of(i_seq, ends, lengths, tokens, sequences)
@@ -181,6 +184,7 @@ def step(
         raw, steps = codes_of(
             i_tile, has, row, p_state, p_steps, p_step_blocks, channel, column, K, V, WIDTH, BLOCKS, WARPS, COLUMNS,
             PIECES, STEP, VECTOR, MASKED, FORMAT, BLOCK_K, BLOCK_V, HEAD_CODES, HEAD_SCALES, HEAD_BLOCKS, WORDS, TURNED,
+            ODD,
         )  # fmt: skip
         # Lest they are put off until what depends on other loads is done.
         tl.debug_barrier()
@@ -190,7 +194,6 @@ def step(
     known = has & (at >= 0)
     c = tl.where(known, at, 0)
     next_c = (c + used) % WINDOW
-
     at_k = slot * (WINDOW - 1) * (H * K) + i_key * K
     at_row = slot * (WINDOW - 1) * HV  # of the ring's first record
     for t in range(1 if SINGLE else used):
@@ -208,7 +211,7 @@ def step(
             raw, steps = codes_of(
                 i_tile, known, row, p_state, p_steps, p_step_blocks, channel, column, K, V, WIDTH, BLOCKS, WARPS,
                 COLUMNS, PIECES, STEP, VECTOR, MASKED, FORMAT, BLOCK_K, BLOCK_V, HEAD_CODES, HEAD_SCALES, HEAD_BLOCKS,
-                WORDS, TURNED,
+                WORDS, TURNED, ODD,
             )  # fmt: skip
         us, gs = records_of(
             i_tile, c > 0, at_row, ring_u, ring_g, c, once, HV, V, WIDTH, BLOCKS, LANES, FLIP, DECAY, GROUPS
@@ -254,7 +257,7 @@ def step(
                     raw, steps = codes_of(
                         then, stored & more & stays, row, p_state, p_steps, p_step_blocks, channel, column, K, V, WIDTH,
                         BLOCKS, WARPS, COLUMNS, PIECES, STEP, VECTOR, MASKED, FORMAT, BLOCK_K, BLOCK_V, HEAD_CODES,
-                        HEAD_SCALES, HEAD_BLOCKS, WORDS, TURNED,
+                        HEAD_SCALES, HEAD_BLOCKS, WORDS, TURNED, ODD,
                     )  # fmt: skip
                     us, gs = records_of(
                         then,
@@ -277,6 +280,9 @@ def step(
                         then, token, v, g, beta, v_token, v_head, v_column, g_token, g_head, beta_token, beta_head,
                         channel, once, K, V, WIDTH, BLOCKS, PIECES, STEP, MASKED, DECAY, 0,
                     )  # fmt: skip
+                if BRING and stays == 0:
+                    # A window's end leaves no registers for the next tile's codes.
+                    bring(p_state + ((row + then // BLOCKS) * HEAD_CODES + then % BLOCKS * WIDTH), K, BK, V, WIDTH)
                 p_o = o + (token * (HV * V) + head * V + at_column) + once
                 mine = (lane == 0) & (once + at_column < V)
                 if TWO:
@@ -313,7 +319,7 @@ def step(
                         raw, steps = codes_of(
                             then, stored & more, row, p_state, p_steps, p_step_blocks, channel, column, K, V, WIDTH,
                             BLOCKS, WARPS, COLUMNS, PIECES, STEP, VECTOR, MASKED, FORMAT, BLOCK_K, BLOCK_V, HEAD_CODES,
-                            HEAD_SCALES, HEAD_BLOCKS, WORDS, TURNED,
+                            HEAD_SCALES, HEAD_BLOCKS, WORDS, TURNED, ODD,
                         )  # fmt: skip
                         us, gs = records_of(
                             then,

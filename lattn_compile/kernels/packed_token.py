@@ -31,7 +31,7 @@ from lattn_compile.kernels.common.packed_rows import (
 from lattn_compile.kernels.common.packed_tiles import decoded, decoded_words
 from lattn_compile.kernels.common.pieces import columns, dot, in_pieces, key_channels, lanes, scaled
 from lattn_compile.kernels.decode_codec import quantize
-from lattn_compile.kernels.packed_fetch import codes_of, inputs_of_tile
+from lattn_compile.kernels.packed_fetch import after, codes_of, inputs_of_tile, issued
 from lattn_compile.kernels.packed_write import updated, write_back
 
 __all__ = ["token_step"]
@@ -95,6 +95,7 @@ def token_step(
     FLIP: tl.constexpr,
     KEYS: tl.constexpr,
     TILES: tl.constexpr,
+    EARLY: tl.constexpr,
     NORM: tl.constexpr,
     DELTA: tl.constexpr,
     DECAY: tl.constexpr,
@@ -110,6 +111,7 @@ def token_step(
     HEAD_BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
     TURNED: tl.constexpr,
+    ODD: tl.constexpr,
 ):
     """A step of every sequence, in place; arguments as `packed_decode.step` has them.
 
@@ -130,7 +132,7 @@ def token_step(
     COUNT: tl.constexpr = KEYS * TILES
     PROGRAMS: tl.constexpr = HV * BLOCKS // COUNT  # of a sequence
     RATIO: tl.constexpr = HV // H
-    WORDS: tl.constexpr = FAST and VECTOR % 8 == 0 and not TURNED
+    WORDS: tl.constexpr = FAST and (VECTOR % 8 == 0 or FORMAT == "nvfp4") and not TURNED
     # Decays by channel: made once in the program and then spread, or by every thread that needs a channel.
     SPREAD: tl.constexpr = DECAY == 2 and not FLIP and not MASKED and PIECES <= 8
     i_seq = i // PROGRAMS
@@ -171,7 +173,7 @@ def token_step(
     row = slot * HV
     raw, steps = codes_of(
         i_tile, has, row, codes, scales, blocks, channel, column, K, V, WIDTH, BLOCKS, WARPS, COLUMNS, PIECES, STEP,
-        VECTOR, MASKED, FORMAT, BLOCK_K, BLOCK_V, HEAD_CODES, HEAD_SCALES, HEAD_BLOCKS, WORDS, TURNED,
+        VECTOR, MASKED, FORMAT, BLOCK_K, BLOCK_V, HEAD_CODES, HEAD_SCALES, HEAD_BLOCKS, WORDS, TURNED, ODD,
     )  # fmt: skip
     at = tl.load(cursor + slot)
     stored = has & (at >= 0)
@@ -192,7 +194,7 @@ def token_step(
             head = tile // BLOCKS
             at_column = tile % BLOCKS * WIDTH
             if WORDS:
-                S = decoded_words(raw, steps, stored, PIECES, FORMAT)
+                S = decoded_words(raw, steps, stored, PIECES, FORMAT, FAST, True)
             else:
                 S = decoded(raw, steps, stored, channel, PIECES, FORMAT, FAST)
             if DECAY == 1:
@@ -217,12 +219,16 @@ def token_step(
                 raw, steps = codes_of(
                     then, has & more, row, codes, scales, blocks, channel, column, K, V, WIDTH, BLOCKS, WARPS, COLUMNS,
                     PIECES, STEP, VECTOR, MASKED, FORMAT, BLOCK_K, BLOCK_V, HEAD_CODES, HEAD_SCALES, HEAD_BLOCKS, WORDS,
-                    TURNED,
+                    TURNED, ODD,
                 )  # fmt: skip
                 x = inputs_of_tile(
                     then, token, v, g, beta, v_token, v_head, v_column, g_token, g_head, beta_token, beta_head, channel,
                     once, K, V, WIDTH, BLOCKS, PIECES, STEP, MASKED, DECAY, BK if SPREAD else 0,
                 )  # fmt: skip
+                if EARLY:
+                    threads = issued(tile)
+                    b_k = after(threads, b_k)
+                    b_q = after(threads, b_q)
             if DELTA:
                 u = u - dot(S, b_k, PIECES, FLIP)[None, :, None, :]
             if not AFTER:

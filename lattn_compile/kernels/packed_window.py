@@ -291,7 +291,7 @@ def read(
     factor = on_state
     if WHOLE:
         if WORDS:
-            S = decoded_words(raw, (), known, PIECES, FORMAT)
+            S = decoded_words(raw, (), known, PIECES, FORMAT, FAST, False)
         else:
             S = decoded(raw, (), known, channel, PIECES, FORMAT, FAST)
         if FORMAT == "int8" or FORMAT == "fp8_e4m3":
@@ -300,7 +300,7 @@ def read(
                 factor = tl.sum(factor, 0 if FLIP else 2)  # of one
     else:
         if WORDS:
-            S = decoded_words(raw, steps, known, PIECES, FORMAT)
+            S = decoded_words(raw, steps, known, PIECES, FORMAT, FAST, False)
         else:
             S = decoded(raw, steps, known, channel, PIECES, FORMAT, FAST)
     # What each lane group has of the sums over channels, and one record of each group of records: one sum for both.

@@ -9,13 +9,54 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lattn_compile.formats.fp8_e4m3.triton import to_bytes as fp8_to_bytes
+from lattn_compile.formats.nvfp4.triton import BLOCK, GROUP, code_bits
+from lattn_compile.kernels.common.codec import group_scale, scales_in_group
+from lattn_compile.kernels.common.packed_nibbles import one_step
 from lattn_compile.kernels.common.packed_rows import channels
 from lattn_compile.kernels.common.packed_tiles import store_plain
 from lattn_compile.kernels.common.pieces import over_channels
 from lattn_compile.kernels.decode_checkpoints import keep
-from lattn_compile.kernels.decode_codec import tile_scales
+from lattn_compile.kernels.decode_codec import (
+    magnitudes_of_blocks,
+    magnitudes_of_groups,
+    over_groups,
+    tile_scales,
+)
 
 __all__ = ["keys", "updated", "write_back"]
+
+_INFINITE = tl.constexpr(0x7F800000)
+_NAN_BYTE = tl.constexpr(0x7F)  # of E4M3
+
+# Four bytes of two codes each: `code_bits` of both, and the numbers that they were made of, for the signs.
+_BYTES = tl.constexpr(
+    """
+    {
+    .reg .b32 a, b, c, d, low, high;
+    shl.b32 a, $5, 4;
+    add.u32 a, a, $1;
+    shl.b32 b, $6, 4;
+    add.u32 b, b, $2;
+    shl.b32 c, $7, 4;
+    add.u32 c, c, $3;
+    shl.b32 d, $8, 4;
+    add.u32 d, d, $4;
+    prmt.b32 a, a, b, 0x0040;
+    prmt.b32 c, c, d, 0x0040;
+    prmt.b32 a, a, c, 0x5410;
+    prmt.b32 low, $9, $10, 0x0073;
+    prmt.b32 b, $11, $12, 0x0073;
+    prmt.b32 low, low, b, 0x5410;
+    prmt.b32 high, $13, $14, 0x0073;
+    prmt.b32 d, $15, $16, 0x0073;
+    prmt.b32 high, high, d, 0x5410;
+    shr.u32 low, low, 4;
+    lop3.b32 high, high, low, 0x80808080, 0xE4;
+    lop3.b32 $0, a, high, 0x88888888, 0xD8;
+    }
+    """
+)
 
 
 @triton.jit
@@ -148,6 +189,76 @@ def store_bytes(
 
 
 @triton.jit
+def _bytes_of(low, high, FAST: tl.constexpr):
+    """Bytes of the codes of scaled values of an even channel and of the one after it."""
+    a, b = code_bits(low), code_bits(high)
+    low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+    if FAST == 2:
+        return tl.inline_asm_elementwise(
+            _BYTES,
+            "=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [a, b, low, high],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        byte = (a & 7) | ((low >> 28) & 8) | ((b & 7) << 4) | ((high >> 24) & 0x80)
+        return byte.to(tl.uint8)
+
+
+@triton.jit
+def store_nibbles(
+    p,
+    p_scales,
+    p_blocks,
+    S,
+    channel,
+    column,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PIECES: tl.constexpr,
+    FLIP: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Rounds one head's state to nvfp4 and stores its codes, its blocks' scales and its groups', where FAST holds."""
+    amax = magnitudes_of_blocks(S, PIECES, FLIP)
+    most = over_groups(amax, FLIP)
+    if len(most.shape) > 0:
+        top = tl.max(tl.max(tl.max(tl.max(amax, 3), 2), 1), 0)
+    else:
+        top = most
+    if top >= _INFINITE:
+        # A block that is no number has codes of 0, its scale says so, and its group goes by what is finite.
+        most = magnitudes_of_groups(S, PIECES, FLIP)
+        cleared = ()
+        for i in tl.static_range(PIECES):
+            cleared = cleared + (tl.where(amax < _INFINITE, S[i], 0.0),)
+        S = cleared
+    group = group_scale(most)
+    block, _, inverse, zero = scales_in_group(amax, group, FAST == 2)
+    lane = one_step(channel, 1)[:, None, :, None]
+    v = column[None, :, None, :]
+    mine = (lane == 0) & (v % GROUP == 0) & (v < V)
+    tl.store(p_scales + (v // GROUP + lane * 0), tl.broadcast_to(group, amax.shape), mask=mine)
+    byte = tl.where(block == block, fp8_to_bytes(block), _NAN_BYTE)
+    at = tl.max_contiguous(lane * V + v, (1, 1, 1, VECTOR))
+    tl.store(p_blocks + at, byte.to(tl.uint8), mask=(lane * BLOCK < K) & (v < V))
+    row = one_step(channel, PIECES)[:, None, :, None]
+    at = tl.max_contiguous(row * V + v, (1, 1, 1, VECTOR))
+    for i in tl.static_range(PIECES):
+        y = tl.fma(S[i], inverse, zero)
+        if FLIP:
+            low, high = tl.split(tl.permute(y, (1, 2, 3, 0)))
+            byte = _bytes_of(low, high, FAST)[None, :, :, :]
+        else:
+            low, high = tl.split(tl.permute(y, (0, 1, 3, 2)))
+            byte = _bytes_of(low, high, FAST)[:, :, None, :]
+        tl.store(p + at + i * V, byte, mask=(row + i < (K + 1) // 2) & (v < V))
+
+
+@triton.jit
 def write_back(
     p_codes,
     p_scales,
@@ -185,6 +296,10 @@ def write_back(
             LANES * PIECES * STEP == K and V % WIDTH == 0,
             TURNED,
         )
+    elif FAST and FORMAT == "nvfp4":
+        store_nibbles(
+            p_codes, p_scales, p_blocks, S, channel, column, K, V, VECTOR, PIECES, FLIP, FAST
+        )  # fmt: skip
     elif FAST:
         store_bytes(
             p_codes, p_scales, S, channel, column, first, K, V, WIDTH, VECTOR, PIECES, STEP, FLIP, FORMAT, BLOCK_K,

@@ -131,6 +131,37 @@ def _bits_inputs(name: str) -> list[Row]:
     return _bits(DECODE[name], "gdn", dtype=torch.float32)
 
 
+@_each("bits hostile", ("int8", "fp8", "nvfp4"))
+def _bits_hostile(name: str) -> list[Row]:
+    """Columns from 2^-120 to 2^120, then some that are no numbers; and every step that an int8 code may have."""
+    found: list[Row] = []
+    rows: Rows | None = None
+    for seed in range(4):
+        x = _tokens("gdn", 1, seed, dtype=torch.float32)
+        v = x.x[2]
+        column = torch.arange(v.shape[-1], device=DEVICE)
+        v.mul_(torch.exp2((column * 37 % 241 - 120).float()))
+        if seed == 2:
+            v[0, ..., 3], v[1, ..., 70], v[2, ..., 5] = torch.nan, torch.inf, -torch.inf
+        rows = rows or _rows(DECODE[name], "gdn", x)
+        if name == "int8" and seed == 1:
+            steps = rows.tensors["state_scale"]
+            mantissa = torch.arange(steps.numel(), device=DEVICE) % 512 + 65024
+            steps.copy_((mantissa * 2.0**-20).float().view(steps.shape))
+        want_o, want, _ = rows.emulated(x, "triton")
+        if name == "nvfp4":  # an emulated state does not say what zeros were encoded as
+            single, fast = rows.copy(), packed._fast
+            packed._fast = lambda *_: 0
+            single.step(x, "triton")
+            packed._fast, want = fast, single.records(x.slots)
+        o = rows.step(x, "triton")
+        own = want_o.isnan() == o.isnan()
+        found.append((f"call {seed} where outputs are NaN", float((~own).sum()), 0.0))
+        found.append(_equal(f"call {seed} outputs", o.nan_to_num(7.0), want_o.nan_to_num(7.0)))
+        found.append(_same(f"call {seed} rows", rows.records(x.slots), want))
+    return found
+
+
 @_each("value first", ["exact", "int8", "fp8", "int8/32x16", "nvfp4", "bf16", "int8 8", "two precision 16"])
 def _value_first(name: str) -> list[Row]:
     """Codes as `[slots, HV, V, K]`: the bits of those as `[slots, HV, K, V]`, in one token, several, and a flush."""
@@ -239,7 +270,7 @@ def _sizes(size: tuple[int, int, int, int]) -> list[Row]:
 # -- promises of a call ----------------------------------------------------------------------------------------------
 
 
-@_each("one by one", ["int8", "int8 8", "two precision 16"])
+@_each("one by one", ["int8", "nvfp4", "int8 8", "two precision 16"])
 def _one_by_one(name: str) -> list[Row]:
     """T calls of one token = one call of T, ragged; then a flush on the device and by the reference."""
     policy = DECODE[name] if name in DECODE else WINDOWED[name]
@@ -262,23 +293,30 @@ def _one_by_one(name: str) -> list[Row]:
     return found
 
 
-@_each("any batch", ["exact", "int8", "int8 8", "two precision 16"])
+@_each("any batch", ["exact", "int8", "nvfp4", "int8 8", "two precision 16"])
 def _any_batch(name: str) -> list[Row]:
     """A sequence alone and among 300 others, under every row of the launch table."""
     policy = DECODE[name] if name in DECODE else WINDOWED[name]
     many = list(range(300))
-    x = make_tokens("gdn", 1, many, **MODEL).in_dtype(torch.bfloat16).to(DEVICE)
-    alone = dataclasses.replace(x, x=[t[7:8] for t in x.x], slots=x.slots[7:8])
+    plan = [
+        make_tokens("gdn", 1, many, seed=seed, **MODEL).in_dtype(torch.bfloat16).to(DEVICE)
+        for seed in range(18 if name in WINDOWED else 1)  # a whole window and more
+    ]
+    x = plan[0]
     found: list[Row] = []
     first: tuple[Tensor, dict[str, Tensor]] | None = None
     before = dict(packed_launch.CHOSEN)
     for row in packed_launch.LAUNCHES:
         packed_launch.CHOSEN.update(dict.fromkeys(packed_launch.CHOSEN, (row,) * 3))
-        for one in (x, alone):
+        for mine in (slice(0, 300), slice(7, 8)):
             rows = Rows(policy, "gdn", x, 300, device=DEVICE)
-            o = rows.step(one, "triton")
-            o = o[7:8] if one is x else o
-            got = o, {n: y[7:8] for n, y in rows.tensors.items() if not n.startswith("ring_")}
+            o = [
+                rows.step(dataclasses.replace(y, x=[t[mine] for t in y.x], slots=y.slots[mine]), "triton")[
+                    7 - mine.start
+                ]
+                for y in plan
+            ]
+            got = torch.stack(o), {n: y[7:8] for n, y in rows.tensors.items() if not n.startswith("ring_")}
             first = first or got
             found += [_equal(f"{row} outputs", got[0], first[0]), _same(f"{row} rows", got[1], first[1])]
     packed_launch.CHOSEN.update(before)
@@ -339,7 +377,7 @@ def _fresh(name: str) -> list[Row]:
     return [_equal("o", got, want), _same("rows", clean.records(x.slots), used.records(x.slots))]
 
 
-@_each("unaligned", ["int8", "fp8", "int8 8"])
+@_each("unaligned", ["int8", "fp8", "nvfp4", "int8 8"])
 def _unaligned(name: str) -> list[Row]:
     """Codes that begin one byte into a buffer have the bits of others."""
     policy = DECODE[name] if name in DECODE else WINDOWED[name]

@@ -103,6 +103,30 @@ def test_a_step_has_the_bits_of_the_emulated_kernel(name: str, row: str) -> None
         assert rows.cursor.tolist() == [0, -1, -1, -1, 0, -1, 0, -1]
 
 
+def test_nvfp4_of_every_size_and_of_no_number_has_the_bits_of_the_emulated_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Columns from 2^-120 to 2^120, then NaN and infinities. Its bytes are made a word at a time and must be those that
+    are made value by value: an emulated state does not say what zeros were encoded as."""
+    rows: Rows | None = None
+    fast = packed._fast
+    for seed in range(3):
+        x = _seeded("gdn", {"key_dim": 20, "value_dim": 72}, 1, SLOTS, seed=seed)
+        v = x.x[2]
+        v.mul_(torch.exp2((torch.arange(72) * 37 % 241 - 120).float()))
+        if seed == 1:
+            v[0, ..., 3], v[1, ..., 70], v[2, ..., 5] = torch.nan, torch.inf, -torch.inf
+        rows = rows or Rows(Policy("nvfp4"), "gdn", x, 8)
+        single = rows.copy()
+        want, _, _ = rows.emulated(x, "triton")
+        got = rows.step(x, "triton")
+        assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+        monkeypatch.setattr(packed, "_fast", lambda *_: 0)
+        single.step(x, "triton")
+        monkeypatch.setattr(packed, "_fast", fast)
+        assert differing(rows.records(x.slots), single.records(x.slots)) == []
+
+
 @pytest.mark.parametrize("name", ["exact", "int8", "nvfp4", "gdn-int8", "two-precision"])
 def test_codes_may_lie_value_first(name: str) -> None:
     """`[slots, HV, V, K]` in memory: the same bits, in place."""

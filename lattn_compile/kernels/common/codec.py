@@ -28,7 +28,16 @@ from lattn_compile.formats.int8.triton import to_bytes as int8_to_bytes
 from lattn_compile.formats.nvfp4.triton import LARGEST, LARGEST_GROUP, round_block_scale
 from lattn_compile.formats.nvfp4.triton import round_codes as round_nvfp4
 
-__all__ = ["block_scales", "from_bytes", "rn16", "round_codes", "scales", "to_bytes"]
+__all__ = [
+    "block_scales",
+    "from_bytes",
+    "group_scale",
+    "rn16",
+    "round_codes",
+    "scales",
+    "scales_in_group",
+    "to_bytes",
+]
 
 _TINY = tl.constexpr((127 - 100) << 23)  # the bits of 2^-100: tiles below it store zeros
 _INFINITE = tl.constexpr(0x7F800000)
@@ -64,17 +73,76 @@ def scales(amax, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def block_scales(amax, group_amax):
-    """nvfp4's `scales`, from the bits of blocks' largest and groups' largest finite magnitudes."""
-    group = rn16(tl.div_rn(group_amax.to(tl.float32, bitcast=True), LARGEST_GROUP))
-    group = tl.where(group_amax >= _TINY, group, 1.0)
+def group_scale(group_amax):
+    """A group's scale of nvfp4, from the bits of its largest finite magnitude."""
+    scale = rn16(tl.div_rn(group_amax.to(tl.float32, bitcast=True), LARGEST_GROUP))
+    return tl.where(group_amax >= _TINY, scale, 1.0)
+
+
+@triton.jit
+def _reciprocal(x):
+    """`1 / x` rounded to nearest, of normal numbers up to 2^126 whose mantissas are not all ones: the GPU's own, which
+    is off by one unit in the last place at most, and a step of Newton's (Markstein 1990, theorem 1)."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .f32 y, e;
+        rcp.approx.ftz.f32 y, $1;
+        neg.f32 e, $1;
+        fma.rn.f32 e, e, y, 0f3F800000;
+        fma.rn.f32 $0, e, y, y;
+        }
+        """,
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _quotient(a, b, reciprocal):
+    """`a / b` rounded to nearest, of a b of 16 significant bits, from the rounded reciprocal of b.
+
+    The product is off by less than two units, so its remainder is exact; the remainder's part of the quotient is off by
+    less than 2^-22 units, and no quotient lies nearer than 2^-17 to the middle between two numbers.
+    """
+    q = a * reciprocal
+    return tl.fma(tl.fma(q, -b, a), reciprocal, q)
+
+
+@triton.jit
+def scales_in_group(amax, group, FAST: tl.constexpr):
+    """nvfp4's `scales`, from the bits of blocks' largest magnitudes and their groups' scales; the blocks' own scales,
+    an E4M3 number each or NaN, come first.
+
+    FAST: without divisions, which branch, to the same bits. What is too small for that is no live block, or a ratio
+    that is rounded up.
+    """
     finite = amax < _INFINITE
     live = (amax >= _TINY) & finite
-    ratio = tl.div_rn(tl.div_rn(amax.to(tl.float32, bitcast=True), LARGEST), group)
-    step = tl.where(live, round_block_scale(ratio), 1.0) * group
-    inverse = tl.where(live, tl.div_rn(1.0, step), 0.0)
+    most = amax.to(tl.float32, bitcast=True)
+    if FAST:
+        ratio = _quotient(_quotient(most, LARGEST, 1.0 / LARGEST), group, _reciprocal(group))
+    else:
+        ratio = tl.div_rn(tl.div_rn(most, LARGEST), group)
+    block = tl.where(live, round_block_scale(ratio), 1.0)
+    step = block * group
+    if FAST:
+        inverse = _reciprocal(step)
+    else:
+        inverse = tl.div_rn(1.0, step)
     # The step of a tiny block may overflow nothing: its codes are zero whatever it is.
-    return tl.where(finite, step, float("nan")), inverse, _zero(live)
+    nan = float("nan")
+    return tl.where(finite, block, nan), tl.where(finite, step, nan), tl.where(live, inverse, 0.0), _zero(live)
+
+
+@triton.jit
+def block_scales(amax, group_amax):
+    """nvfp4's `scales`, from the bits of blocks' largest and groups' largest finite magnitudes."""
+    _, step, inverse, zero = scales_in_group(amax, group_scale(group_amax), False)
+    return step, inverse, zero
 
 
 @triton.jit

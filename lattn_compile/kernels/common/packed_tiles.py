@@ -21,6 +21,7 @@ import triton.language as tl
 from lattn_compile.formats.fp8_e4m3.triton import from_bytes as fp8_from_bytes
 from lattn_compile.formats.nvfp4.triton import BLOCK, GROUP, from_nibbles
 from lattn_compile.kernels.common.codec import from_bytes
+from lattn_compile.kernels.common.packed_nibbles import decoded_nibbles
 
 __all__ = ["decoded", "decoded_words", "load_codes", "load_steps", "load_words", "store_plain"]
 
@@ -43,6 +44,27 @@ _INT8_NUMBERS = tl.constexpr(
     }
     """
 )
+
+# As `_INT8_NUMBERS`, times a step: the byte lies in the mantissa of 2^15, which is 2^15 + 128 too much, and $6 is minus
+# so many steps. With that product exact, each sum is one code's product with the step, which is exact too.
+_INT8_STEPS = tl.constexpr(
+    """
+    {
+    .reg .b32 bytes;
+    xor.b32 bytes, $4, 0x80808080;
+    prmt.b32 $0, bytes, 0x47000000, 0x7504;
+    prmt.b32 $1, bytes, 0x47000000, 0x7514;
+    prmt.b32 $2, bytes, 0x47000000, 0x7524;
+    prmt.b32 $3, bytes, 0x47000000, 0x7534;
+    fma.rn.f32 $0, $0, $5, $6;
+    fma.rn.f32 $1, $1, $5, $6;
+    fma.rn.f32 $2, $2, $5, $6;
+    fma.rn.f32 $3, $3, $5, $6;
+    }
+    """
+)
+_OFFSET = tl.constexpr(32768.0 + 128.0)
+
 _FP8_NUMBERS = tl.constexpr(
     """
     {
@@ -76,14 +98,35 @@ def load_codes(
     STEP: tl.constexpr,
     FORMAT: tl.constexpr,
     TURNED: tl.constexpr,
+    ODD: tl.constexpr,
 ):
     """One head's codes at `p` in pieces, as they are stored; 0 beyond its ends and where `inside`, a scalar, is not.
 
     What `inside` waits for the load waits for: whether a slot holds a state is for `decoded` to ask.
 
     8-bit formats: uint8 `[K, V]`. nvfp4: uint8 `[ceil(K/2), V]`, each byte in both of its channels' places. TURNED: the
-    same the other way round, channels next to each other.
+    same the other way round, channels next to each other. ODD: `p` may be anywhere.
     """
+    if ODD and VECTOR % 4 == 0 and not TURNED and (FORMAT == "int8" or FORMAT == "fp8_e4m3"):
+        return _load_odd_bytes(p, channel, column, inside, K, V, PIECES, STEP)
+    else:
+        return _load_codes(p, channel, column, inside, K, V, VECTOR, PIECES, STEP, FORMAT, TURNED)
+
+
+@triton.jit
+def _load_codes(
+    p,
+    channel,
+    column,
+    inside,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    TURNED: tl.constexpr,
+):
     k = channel[:, None, :, None]
     v = column[None, :, None, :]
     if FORMAT == "nvfp4":
@@ -101,6 +144,37 @@ def load_codes(
     out = ()
     for i in tl.static_range(PIECES):
         out = out + (tl.load(at + i * APART, mask=(k + i * STEP < K) & (v < V) & inside, other=0),)
+    return out
+
+
+@triton.jit
+def _load_odd_bytes(
+    p,
+    channel,
+    column,
+    inside,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """`load_codes` of bytes that begin anywhere: four loads of every fourth column each. One of neighbouring columns
+    would have a thread hold one of them, and sums then run in another order."""
+    W: tl.constexpr = column.shape[0]
+    C: tl.constexpr = column.shape[1]
+    k = channel[:, None, :, None]
+    v = tl.min(tl.reshape(column, (W, C // 4, 4)), 2)[None, :, None, :]
+    APART: tl.constexpr = STEP * V
+    # The hint is for the order of lanes only: bytes that lie anywhere are loaded one by one, whatever is said of them.
+    at = p + tl.max_contiguous(k * V + v, (1, 1, 1, 2))
+    out = ()
+    for i in tl.static_range(PIECES):
+        mask = (k + i * STEP < K) & (v < V) & inside
+        a = tl.load(at + i * APART, mask=mask, other=0)
+        b = tl.load(at + (i * APART + 1), mask=mask, other=0)
+        c = tl.load(at + (i * APART + 2), mask=mask, other=0)
+        d = tl.load(at + (i * APART + 3), mask=mask, other=0)
+        out = out + (_in_columns(a, b, c, d),)
     return out
 
 
@@ -159,6 +233,20 @@ def _int8_of_words(words, keep):
 
 
 @triton.jit
+def _int8_steps_of_words(words, step, shift):
+    """Four codes of each word times a step, a scalar; `shift` as `_INT8_STEPS` has it."""
+    a, b, c, d = tl.inline_asm_elementwise(
+        _INT8_STEPS,
+        "=&f,=&f,=&f,=&f,r,f,f",
+        [words, tl.broadcast_to(step, words.shape), tl.broadcast_to(shift, words.shape)],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+    return _in_columns(a, b, c, d)
+
+
+@triton.jit
 def _fp8_of_words(words, keep):
     a, b, c, d = tl.inline_asm_elementwise(
         _FP8_NUMBERS,
@@ -172,8 +260,29 @@ def _fp8_of_words(words, keep):
 
 
 @triton.jit
-def decoded_words(words, steps, known, PIECES: tl.constexpr, FORMAT: tl.constexpr):
-    """`decoded` of what `load_words` loaded."""
+def decoded_words(
+    words, steps, known, PIECES: tl.constexpr, FORMAT: tl.constexpr, FAST: tl.constexpr, SHORT: tl.constexpr
+):
+    """`decoded` of what `load_words` or `load_nibbles` loaded. SHORT: steps are stored scales, of 16 bits."""
+    if FORMAT == "nvfp4":
+        return decoded_nibbles(words, steps, known, PIECES, FAST)
+    elif SHORT and FORMAT == "int8" and len(steps) == 1 and len(steps[0].shape) == 0:
+        step = tl.where(known, steps[0], 0.0)
+        shift = step * -_OFFSET
+        # All steps but the odd ones of the last 256 in a binade.
+        if tl.fma(step, _OFFSET, shift) == 0.0:
+            out = ()
+            for i in tl.static_range(PIECES):
+                out = out + (_int8_steps_of_words(words[i], step, shift),)
+        else:
+            out = _decoded_words(words, steps, known, PIECES, FORMAT)
+        return out
+    else:
+        return _decoded_words(words, steps, known, PIECES, FORMAT)
+
+
+@triton.jit
+def _decoded_words(words, steps, known, PIECES: tl.constexpr, FORMAT: tl.constexpr):
     keep = tl.where(known, -1, 0)
     out = ()
     for i in tl.static_range(PIECES):
