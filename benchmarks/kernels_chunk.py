@@ -1,6 +1,6 @@
 """Times the Triton chunk kernels on this machine's GPU, beside flash-linear-attention's where it is installed.
 
-    python benchmarks/kernels_chunk.py [--tokens 8192] [--batch 1] [--by-kernel] [--out FOLDER]
+    python benchmarks/kernels_chunk.py [--tokens 8192] [--batch 1] [--cases gdn kda ...] [--by-kernel] [--out FOLDER]
 
 Chunk form, GDN and KDA shapes of Qwen3-Next and Kimi Linear: H = 16, HV = 32, K = V = 128, bf16 inputs, a state of
 float32; exact, and rounding the state every 64 tokens. Every kernel is first held to float64 on a short run; if one is
@@ -209,11 +209,19 @@ def fewer_choices(count: int) -> None:
 
 
 def measure(
-    batch: int, tokens: int, profiled: bool, seconds: float, save: Callable[[dict[str, Any]], object]
+    batch: int,
+    tokens: int,
+    cases: list[tuple[str, str | None]],
+    profiled: bool,
+    seconds: float,
+    commit: str,
+    save: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:
     """What there is after `seconds`; `save` is called after every number."""
     end = time.time() + seconds
     found: dict[str, Any] = {
+        "command": "python " + " ".join(sys.argv),
+        "commit": commit,
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": importlib.import_module("triton").__version__,
@@ -223,7 +231,7 @@ def measure(
         "rows": [],
     }
     rows = found["rows"]
-    for kind, spec in CASES:
+    for kind, spec in cases:
         call = Call(kind, spec, batch, tokens)
         rows.append({"kind": kind, "format": spec or "exact"})
         rows[-1]["floor_ms"] = call.forward_bytes() / found["copy_bytes_per_second"] * 1e3
@@ -265,7 +273,8 @@ def table(found: dict[str, Any], choices: int | None) -> str:
     lines = [
         f"# Chunk kernels on {found['gpu']}",
         "",
-        f"`python benchmarks/kernels_chunk.py`, torch {found['torch']}, Triton {found['triton']}; "
+        f"`python benchmarks/kernels_chunk.py`, commit {found['commit']}, "
+        f"torch {found['torch']}, Triton {found['triton']}; "
         + ", ".join(f"{name} = {value}" for name, value in found["shape"].items())
         + f", H = {KEY_HEADS} for GDN and {VALUE_HEADS} for KDA, bf16 inputs, rounding every 64 tokens. "
         + f"Medians of CUDA graph replays. A copy moves {found['copy_bytes_per_second'] / 1e12:.2f} TB/s.",
@@ -303,6 +312,8 @@ def main() -> int:
     parser.add_argument("--by-kernel", action="store_true", help="how long each kernel of the exact cases takes")
     parser.add_argument("--fla-choices", type=int, help="of each of FLA's kernels, try so many configurations only")
     kinds = [" ".join(filter(None, case)) for case in CASES] + [f"fla {kind}" for kind in FLA]
+    parser.add_argument("--cases", nargs="+", default=kinds, choices=kinds, metavar="CASE", help="; ".join(kinds))
+    parser.add_argument("--commit", default="not told", help="of this checkout, for the results")
     parser.add_argument("--warm", choices=kinds, help="only compile what this takes")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -316,7 +327,8 @@ def main() -> int:
             torch.cuda.synchronize()
             print("warm:", args.warm, flush=True)
         return 0
-    broken = [line for case in CASES for line in check(*case)]
+    cases = [case for case in CASES if " ".join(filter(None, case)) in args.cases]
+    broken = [line for case in cases for line in check(*case)]
     if broken:
         print("Not timed, because these are wrong:", *broken, sep="\n  ")
         return 1
@@ -329,7 +341,8 @@ def main() -> int:
             (args.out / f"{name}.md").write_text(table(found, args.fla_choices))
             (args.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
 
-    print(table(measure(args.batch, args.tokens, args.by_kernel, args.seconds, save), args.fla_choices))
+    found = measure(args.batch, args.tokens, cases, args.by_kernel, args.seconds, args.commit, save)
+    print(table(found, args.fla_choices))
     return 0
 
 

@@ -50,7 +50,7 @@ class Timed(Call):
 
     def __init__(self, kind: str, policy: Prefill | None, batch: int, tokens: int) -> None:
         super().__init__(kind, None, batch, tokens)
-        self.kernel: Any = chunk if policy is None else prefill
+        self.batch, self.kernel = batch, chunk if policy is None else prefill
         if policy is not None:
             self.options["prefill"] = policy
 
@@ -98,35 +98,38 @@ def measure(
 ) -> None:
     """Times what is right, and FLA's, until the time is over."""
     end = time.time() + args.seconds
-    for batch, kind, (name, policy) in itertools.product(args.batches, KINDS, cases.items()):
-        error = errors[kind, name]
-        if time.time() > end or not error <= 1.0:
-            continue
-        call = Timed(kind, policy, batch, args.tokens)
-        row = {"kind": kind, "case": name, "batch": batch, "off": error}
-        row["forward_ms"], row["forward_as"] = replayed(call.forward)
-        if batch in args.train_batches:
-            row["train_ms"], row["train_as"] = replayed(call.train)
-        if args.by_kernel:
-            row["kernels_ms"] = by_kernel(call.forward)
-            if batch in args.train_batches:
-                row["train_kernels_ms"] = by_kernel(call.train)
-        found["rows"].append(row)
-        print(row, flush=True)
-        save(found, args.out)
-        del call
-        torch.cuda.empty_cache()
-    for batch, kind in itertools.product(args.batches, FLA):
-        said: dict[str, Any] = {"kind": kind, "case": f"FLA `{FLA[kind][1]}`", "batch": batch}
-        for what, function in fla_calls(Timed(kind, None, batch, args.tokens), batch, said).items():
-            if time.time() < end and (what == "forward_ms" or batch in args.train_batches):
-                try:
-                    said[what], said[what.replace("_ms", "_as")] = replayed(function)
-                except Exception as error:
-                    said["refused"] = f"{what}: {str(error).splitlines()[0][:160]}"
-        found["rows"].append(said)
-        print(said, flush=True)
-        save(found, args.out)
+    for batch in args.batches:
+        for kind, (name, policy) in itertools.product(KINDS, cases.items()):
+            if time.time() < end and errors[kind, name] <= 1.0:
+                row = {"kind": kind, "case": name, "batch": batch, "off": errors[kind, name]}
+                _timed(row, Timed(kind, policy, batch, args.tokens), args)
+                _add(row, found, args.out)
+        for kind in FLA:
+            row = {"kind": kind, "case": f"FLA `{FLA[kind][1]}`", "batch": batch}
+            for what, function in fla_calls(Timed(kind, None, batch, args.tokens), batch, row).items():
+                if time.time() < end and (what == "forward_ms" or batch in args.train_batches):
+                    try:
+                        row[what], row[what.replace("_ms", "_as")] = replayed(function)
+                    except Exception as error:
+                        row["refused"] = f"{what}: {str(error).splitlines()[0][:160]}"
+            _add(row, found, args.out)
+
+
+def _timed(row: dict[str, Any], call: Timed, args: argparse.Namespace) -> None:
+    row["forward_ms"], row["forward_as"] = replayed(call.forward)
+    if call.batch in args.train_batches:
+        row["train_ms"], row["train_as"] = replayed(call.train)
+    if args.by_kernel:
+        row["kernels_ms"] = by_kernel(call.forward)
+        if call.batch in args.train_batches:
+            row["train_kernels_ms"] = by_kernel(call.train)
+
+
+def _add(row: dict[str, Any], found: dict[str, Any], out: Path | None) -> None:
+    found["rows"].append(row)
+    print(row, flush=True)
+    save(found, out)
+    torch.cuda.empty_cache()
 
 
 def save(found: dict[str, Any], out: Path | None) -> None:

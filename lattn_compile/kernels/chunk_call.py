@@ -90,7 +90,7 @@ class Call:
         tokens, self.key_heads, key_dim = q.shape
         self.value_heads, value_dim = v.shape[1:]
         self.sequences, self.scale = starts.shape[0], float(scale)
-        self.low, self.g = all(x.dtype in LOW for x in (q, k, v)), g
+        self.low, self.g, self.backward = all(x.dtype in LOW for x in (q, k, v)), g, backward
         # Products in float64 are made of float32 only: Triton 3.6 does not compile them of fp16.
         self.q, self.k, self.v = (x if self.low else x.float() for x in (q, k, v))
         self.beta = beta if self.low or beta is None else beta.float()
@@ -284,7 +284,7 @@ class Call:
             grad_o, self.v, self.g, self.beta, *where, span.reads, span.overlaps, span.updates, drhs, dreads,
             doverlaps, strengths, gates, skip, *grad_o.stride(), *self.v.stride(), *of_g[:2], *of_beta, heads,
             BS=self.value_slice, TILE=self.tile, DECAY=self.decay, **after, **self.value, **self.kind, **self.parts,
-            **self.strength, num_warps=2, num_stages=1,
+            **self.strength, num_warps=2, num_stages=1 if self.decay == 2 else 2,
         )  # fmt: skip
         dkeys = self.new(blocks, heads, 2, size, self.keys)
         dgates = self.new(blocks, heads, size, self.keys) if self.decay == 2 else None
@@ -294,7 +294,7 @@ class Call:
             self.q, self.k, self.g, self.beta, grad_o, *where, span.norms, kept, cotangents, span.updates, drhs,
             dreads, doverlaps, span.whole, dkeys, dgates, rows, skip, *qk, *of_g, *of_beta, *grad_o.stride(),
             self.key_heads, heads, BS=self.slice, VS=16, DECAY=self.decay, **after, **self.key,
-            **self.value, **self.kind, **self.parts, **self.strength, num_warps=2, num_stages=1,
+            **self.value, **self.kind, **self.parts, **self.strength, num_warps=2, num_stages=3,
         )  # fmt: skip
         dg, dbeta = grads.get("dg"), grads.get("dbeta")
         if self.decay == 2 and self.g is not None and dg is not None:

@@ -22,7 +22,7 @@ from lattn_compile.kernels.chunk_math import (
     held,
     load_rows,
 )
-from lattn_compile.kernels.chunk_pairs import halves, store_reads
+from lattn_compile.kernels.chunk_pairs import halves, parted, store_reads
 from lattn_compile.kernels.chunk_rows import exact_norm, row_norms
 
 __all__ = ["across_fine", "tiles_fine"]
@@ -43,15 +43,15 @@ def _pairs(P, A, q, later, early, DELTA: tl.constexpr, BACK: tl.constexpr):
 
 @triton.jit
 def _level(
-    P, A, q, k, g, SIZE: tl.constexpr, TILE: tl.constexpr, DELTA: tl.constexpr, BACK: tl.constexpr
+    P, A, q, k, g, half, TILE: tl.constexpr, DELTA: tl.constexpr, BACK: tl.constexpr
 ):  # fmt: skip
-    """Adds to `P` and `A` the pairs that the middle of 2 SIZE tokens parts."""
+    """Adds to `P` and `A` the pairs that the middle of 2 `half` tokens parts."""
     row, column = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
-    weight = fine_weight(halves(SIZE, TILE), g)
+    weight = fine_weight(halves(half, TILE), g)
     weighted, zero = k * weight, tl.zeros([TILE, TILE], tl.float32)
     more_P, more_A = _pairs(zero, zero, q * weight, weighted, weighted, DELTA, BACK)
-    parted = (row // SIZE == column // SIZE + 1) & (row // SIZE % 2 == 1)
-    return P + tl.where(parted, more_P, 0.0), A + tl.where(parted, more_A, 0.0).to(tl.float64)
+    apart = parted(row, column, half)
+    return P + tl.where(apart, more_P, 0.0), A + tl.where(apart, more_A, 0.0)
 
 
 @triton.jit(do_not_specialize=["scale", "skip", "H", "HV"])
@@ -111,10 +111,11 @@ def tiles_fine(
         b_k = load_rows(k, k_row, inside, first, k_channel, K, BS).to(tl.float32) * k_down[:, None]
         b_g = held(load_rows(g, token * g_token + i_head * g_head, inside, first, g_channel, K, BS))
         P += tl.where(row == column, tl.sum(b_q * b_k, 1)[:, None], 0.0)
-        P, A = _level(P, A, b_q, b_k, b_g, 8, TILE, DELTA, BACK)
-        P, A = _level(P, A, b_q, b_k, b_g, 4, TILE, DELTA, BACK)
-        P, A = _level(P, A, b_q, b_k, b_g, 2, TILE, DELTA, BACK)
-        P, A = _level(P, A, b_q, b_k, b_g, 1, TILE, DELTA, BACK)
+        # Every pair of tokens is parted once, so that these are no sums.
+        more = tl.zeros([TILE, TILE], tl.float32)
+        for step in range(4):  # unrolled, it would want more registers
+            P, more = _level(P, more, b_q, b_k, b_g, TILE // 2 >> step, TILE, DELTA, BACK)
+        A += more.to(tl.float64)
     at = pid.to(tl.int64)
     store_reads(reads, at, 0, P, tile, tile, BT, TILE, BACK, TURN)
     if DELTA:

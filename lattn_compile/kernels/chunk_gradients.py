@@ -21,7 +21,6 @@ from lattn_compile.kernels.chunk_math import (
     channel_weight,
     held,
     load_beta,
-    load_matrix,
     load_rows,
     operand,
     product,
@@ -68,19 +67,18 @@ def grad_keys(
     seen = tl.zeros([BT, BS], tl.float32)
     dout = tl.zeros([BT, BS], tl.float32)
     dwhole = tl.zeros([BS], tl.float32)
-    # Gates' gradients by head are sums over all channels, which cancel where keys repeat: 16 bits are too few.
-    PAIRS: tl.constexpr = LOW and DECAY == 2
+    # Gates' gradients are sums that cancel where keys repeat: 16 bits of a factor are too few.
     for begin in range(0, VP, VS):
         column = begin + tl.arange(0, VS)
         p_state = (at * VP + column[:, None]) * BK + channel[None, :]
         S, dS = tl.load(states + p_state), tl.load(cotangents + p_state)
         p_value = at * (BT * VP) + slot[:, None] * VP + column[None, :]
-        o_S = operand(S, PAIRS)
+        o_S = operand(S, False)
         b_o = load_outputs(grad_o, token, read, o_token, i_head, o_head, begin, o_column, V, VS)
         dq += product(operand(b_o, LOW), o_S)
         if DELTA:
-            seen += product(operand(tl.load(drhs + p_value), PAIRS), o_S)
-        dout += product(operand(tl.load(updates + p_value), PAIRS), operand(dS, PAIRS))
+            seen += product(operand(tl.load(drhs + p_value), False), o_S)
+        dout += product(operand(tl.load(updates + p_value), False), operand(dS, False))
         dwhole += tl.sum(S * dS, 0)
 
     p_norm = norms + (block.to(tl.int64) * H + i_key) * (2 * BT) + slot
@@ -120,15 +118,22 @@ def grad_keys(
             tl.store(p_rows, tl.sum(start, 1))
             tl.store(p_rows + BT, tl.sum(end, 1))
             tl.store(p_rows + 2 * BT, tl.zeros([BT], tl.float32) + tl.sum(dwhole, 0))
-        p_reads = dreads + at * (BT * BT)
-        D = load_matrix(p_reads, BT, False) * k_norm[None, :]
-        dq += product(operand(D, LOW), operand(b_k, LOW))
-        D = load_matrix(p_reads, BT, True) * q_norm[None, :]
-        dk += product(operand(D, LOW), operand(b_q, LOW))
+        p_reads, p_overlaps = dreads + at * (BT * BT), doverlaps
         if DELTA:
             p_overlaps = doverlaps + at * (BT * BT)
-            D = (load_matrix(p_overlaps, BT, False) + load_matrix(p_overlaps, BT, True)) * k_norm[None, :]
-            dk += product(operand(D, LOW), operand(b_k, LOW))
+        for early in range(0, BT, 16):  # all at once, they would leave the registers
+            j = early + tl.arange(0, 16)
+            at_j, in_j = block_tokens(owner, index, starts, lengths, offsets, block, skip, j, CHUNK, TOKENS, PER)
+            o_q = operand(load_rows(q, at_j * q_token + i_key * q_head, in_j, first, q_channel, K, BS), LOW)
+            o_k = operand(load_rows(k, at_j * k_token + i_key * k_head, in_j, first, k_channel, K, BS), LOW)
+            p_other = norms + (block.to(tl.int64) * H + i_key) * (2 * BT) + j
+            k_other, q_other = tl.load(p_other)[None, :], tl.load(p_other + BT)[None, :]
+            there, back = slot[:, None] * BT + j[None, :], j[None, :] * BT + slot[:, None]
+            dq += product(operand(tl.load(p_reads + there) * k_other, LOW), o_k)
+            dk += product(operand(tl.load(p_reads + back) * q_other, LOW), o_q)
+            if DELTA:
+                D = tl.load(p_overlaps + there) + tl.load(p_overlaps + back)
+                dk += product(operand(D * k_other, LOW), o_k)
     tl.store(p_keys, dq)
     tl.store(p_keys + BT * BK, dk)
 

@@ -15,50 +15,47 @@ import triton.language as tl
 from lattn_compile.kernels.chunk_math import (
     block_tokens,
     exact_operand,
-    gate_exp,
     held,
     load_rows,
     operand,
     product,
-    summed,
+    weights,
 )
-from lattn_compile.kernels.chunk_pairs import halves
+from lattn_compile.kernels.chunk_pairs import halves, parted
 
 __all__ = ["grad_levels", "level"]
 
 
 @triton.jit
-def _back(x, HALF: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
-    """`halves(HALF)^T @ x`: from exponents of tokens to the gates that they are sums of."""
+def _back(x, half, TILE: tl.constexpr, LOW: tl.constexpr):
+    """`halves(half)^T @ x`: from exponents of tokens to the gates that they are sums of."""
     i, j = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
-    later = j // HALF % 2 == 1
-    which = ((i // HALF == j // HALF) & (later == (i <= j))).to(tl.float32)
+    which = (((i ^ j) < half) & (((j & half) != 0) == (i <= j))).to(tl.float32)
     return product(exact_operand(which), operand(x, LOW))
 
 
 @triton.jit
 def level(
-    dq, dk, total, D1, D2, D1_flip, D2_flip, k, q, g,
-    HALF: tl.constexpr, TILE: tl.constexpr, DELTA: tl.constexpr, LOW: tl.constexpr,
+    dq, dk, total, D1, D2, D1_flip, D2_flip, k, q, g, half,
+    TILE: tl.constexpr, DELTA: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """Adds to a tile's gradients of q, k and g those of the pairs that the middle of 2 HALF tokens parts."""
+    """Adds to a tile's gradients of q, k and g those of the pairs that the middle of 2 `half` tokens parts."""
     row, column = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
-    weight = gate_exp(summed(halves(HALF, TILE), g, LOW, False), LOW)
-    parted = (row // HALF == column // HALF + 1) & (row // HALF % 2 == 1)
-    parted_flip = (column // HALF == row // HALF + 1) & (column // HALF % 2 == 1)
+    weight = weights(halves(half, TILE), g, LOW)
+    apart, apart_flip = parted(row, column, half), parted(column, row, half)
     o_k, o_q = operand(k * weight, LOW), operand(q * weight, LOW)
     # Of the later half's rows, weighted from the middle; and of the earlier half's, to the middle.
-    dlate = product(operand(tl.where(parted, D1, 0.0), LOW), o_k)
-    dearly = product(operand(tl.where(parted_flip, D1_flip, 0.0), LOW), o_q)
+    dlate = product(operand(tl.where(apart, D1, 0.0), LOW), o_k)
+    dearly = product(operand(tl.where(apart_flip, D1_flip, 0.0), LOW), o_q)
     exponent = dlate * q
     dq += dlate * weight
     if DELTA:
-        dlate = product(operand(tl.where(parted, D2, 0.0), LOW), o_k)
-        dearly += product(operand(tl.where(parted_flip, D2_flip, 0.0), LOW), o_k)
+        dlate = product(operand(tl.where(apart, D2, 0.0), LOW), o_k)
+        dearly += product(operand(tl.where(apart_flip, D2_flip, 0.0), LOW), o_k)
         exponent += dlate * k
         dk += dlate * weight
     dk += dearly * weight
-    return dq, dk, total + _back((exponent + dearly * k) * weight, HALF, TILE, LOW)
+    return dq, dk, total + _back((exponent + dearly * k) * weight, half, TILE, LOW)
 
 
 @triton.jit
@@ -81,8 +78,8 @@ def _across(
     e_g = held(load_rows(p_g, at_j * g_token, in_j, first, g_channel, K, BS))
     m = tl.arange(0, HALF)
     upto = (m[None, :] <= m[:, None]).to(tl.float32)
-    weight = gate_exp(summed(upto, l_g, LOW, False), LOW)
-    before = gate_exp(summed(1.0 - upto, e_g, LOW, False), LOW)
+    weight = weights(upto, l_g, LOW)
+    before = weights(1.0 - upto, e_g, LOW)
     there, back = late[:, None] * BT + early[None, :], late[None, :] * BT + early[:, None]
     at_late, at_early = late[:, None] * BK, early[:, None] * BK
     o_k = operand(e_k * before, LOW)
@@ -156,9 +153,9 @@ def grad_levels(
         place = slot[:, None] * BK
         dq, dk = tl.load(p_keys + place) + own * b_k, tl.load(p_keys + BT * BK + place) + own * b_q
         total = tl.load(p_gates + place)
-        for step in tl.static_range(4):
+        for step in range(4):  # unrolled, it would want more registers
             dq, dk, total = level(
-                dq, dk, total, D1, D2, D1_flip, D2_flip, b_k, b_q, b_g, TILE >> (step + 1), TILE, DELTA, LOW
+                dq, dk, total, D1, D2, D1_flip, D2_flip, b_k, b_q, b_g, TILE // 2 >> step, TILE, DELTA, LOW
             )
         tl.store(p_keys + place, dq)
         tl.store(p_keys + BT * BK + place, dk)

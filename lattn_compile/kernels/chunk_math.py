@@ -64,6 +64,8 @@ __all__ = [
     "spread_product",
     "store_operand",
     "summed",
+    "weights",
+    "wide_parts",
 ]
 
 _CLEARED = tl.constexpr(-256.0)
@@ -115,6 +117,15 @@ def short_parts(x):
     """
     high = _short(x)
     rest = x - high
+    middle = _short(rest)
+    return half(high), half(middle), half(rest - middle)
+
+
+@triton.jit
+def wide_parts(x):
+    """`short_parts` of float64 `x`, all 27 bits."""
+    high = _short(x.to(tl.float32))
+    rest = (x - high.to(tl.float64)).to(tl.float32)
     middle = _short(rest)
     return half(high), half(middle), half(rest - middle)
 
@@ -295,8 +306,12 @@ def load_beta(beta, token, inside, beta_token, i_head, beta_head, BETA: tl.const
 
 @triton.jit
 def held(g):
-    """Gates above -256: `exp` of that, and of any sum with it, is 0 in fp32, and no sum of a block is infinite."""
-    return no_less(g.to(tl.float32), _CLEARED)
+    """Gates above -256: `exp` of that, and of any sum with it, is 0 in fp32, and no sum of a block is infinite.
+
+    One above 0, which a device cannot refuse, is NaN: these kernels cut off sums that are.
+    """
+    g = g.to(tl.float32)
+    return tl.where(g > 0.0, float("nan"), no_less(g, _CLEARED))
 
 
 @triton.jit
@@ -342,10 +357,8 @@ def row_weights(g, token, inside, g_token, i_head, g_head, BT: tl.constexpr, DEC
 
 @triton.jit
 def summed(which, g, LOW: tl.constexpr, WIDE: tl.constexpr):
-    """`which @ g`: sums of gates `[.., channels]`, each of its own segment; float64 if WIDE.
-
-    On tensor cores with 16 bits of each gate: off by x 2^-17 at most, and `exp` of it by 2^-18, for `x exp(x) < 1 / 2`.
-    """
+    """`which @ g`: sums of gates `[.., channels]`, each of its own segment; float64 if WIDE, of 16 bits of each if LOW:
+    off by x 2^-17 at most, and `exp` of it by 2^-18, for `x exp(x) < 1 / 2`."""
     if WIDE:
         return tl.dot(which.to(tl.float64), g.to(tl.float64), out_dtype=tl.float64)
     else:
@@ -353,10 +366,19 @@ def summed(which, g, LOW: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def weights(which, g, LOW: tl.constexpr):
+    """`exp(which @ g)`, which of zeros and ones, held gates `[slots, channels]`."""
+    if LOW:
+        return fine_weight(which, g)
+    else:
+        return gate_exp(summed(which, g, False, False), False)
+
+
+@triton.jit
 def channel_weight(g, BT: tl.constexpr, END: tl.constexpr, LOW: tl.constexpr):
     """Of a decay by channel, held gates `[BT, ..]`: weights from the block's start, or to its end."""
     i, j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     if END:
-        return gate_exp(summed((j > i).to(tl.float32), g, LOW, False), LOW)
+        return weights((j > i).to(tl.float32), g, LOW)
     else:
-        return gate_exp(summed((j <= i).to(tl.float32), g, LOW, False), LOW)
+        return weights((j <= i).to(tl.float32), g, LOW)

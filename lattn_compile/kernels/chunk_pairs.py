@@ -35,6 +35,7 @@ __all__ = [
     "pairs_channel",
     "pairs_head",
     "pairs_rows",
+    "parted",
     "store_reads",
     "store_tile",
     "tile_of",
@@ -242,10 +243,16 @@ def _rstd(total, NORM: tl.constexpr):
 
 @triton.jit
 def halves(half, SIZE: tl.constexpr):
-    """0-1 matrix `[SIZE, SIZE]`, fp32: the gates between a token and the middle of its 2 `half` tokens."""
+    """0-1 matrix `[SIZE, SIZE]`, fp32: the gates between a token and the middle of its 2 `half` tokens, a power of
+    two."""
     i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    later = i // half % 2 == 1
-    return ((i // half == j // half) & (later == (j <= i))).to(tl.float32)
+    return (((i ^ j) < half) & (((i & half) != 0) == (j <= i))).to(tl.float32)
+
+
+@triton.jit
+def parted(late, early, half):
+    """Whether the middle of 2 `half` tokens, a power of two, parts token `late` from an earlier one."""
+    return ((late ^ early) >= half) & ((late ^ early) < 2 * half) & ((late & half) != 0)
 
 
 @triton.jit
@@ -253,12 +260,12 @@ def _level(P, A, q, k, g, half, TILE: tl.constexpr, DELTA: tl.constexpr):
     """Adds to `P` and `A` the pairs that the middle of 2 `half` tokens parts; q, k, g: some channels of a tile."""
     row, column = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
     weight = gate_exp(summed(halves(half, TILE), g, False, DELTA), False)
-    parted = (row // half == column // half + 1) & (row // half % 2 == 1)
+    apart = parted(row, column, half)
     weighted = k.to(weight.dtype) * weight
     o_early = flipped(operand(weighted, False))
-    P += tl.where(parted, product(operand(q * weight.to(tl.float32), False), o_early), 0.0)
+    P += tl.where(apart, product(operand(q * weight.to(tl.float32), False), o_early), 0.0)
     if DELTA:
-        A += tl.where(parted, tl.dot(weighted, tl.trans(weighted), out_dtype=tl.float64), 0.0)
+        A += tl.where(apart, tl.dot(weighted, tl.trans(weighted), out_dtype=tl.float64), 0.0)
     return P, A
 
 

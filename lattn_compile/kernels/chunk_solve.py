@@ -10,20 +10,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lattn_compile.kernels.chunk_math import common_power, power_of_two, short_parts
+from lattn_compile.kernels.chunk_math import common_power, fine_parts, power_of_two, wide_parts
 from lattn_compile.kernels.chunk_rows import BETA_ROW, KEY_ROW, LIFT_ROW, MOST_ROW
 
 __all__ = ["solve", "solve_fine"]
 
 _CORNER = tl.constexpr(16)
+_DOWN = tl.constexpr(2.0**-8)  # rows of the inverse come up to 2^9, so that their last part keeps its bits in fp16
 
 
 @triton.jit(do_not_specialize=["HV"])
-def solve_fine(owner, factors, overlaps, inverse, solved, turned, HV, BT: tl.constexpr, TURN: tl.constexpr):
+def solve_fine(
+    owner, factors, overlaps, inverse, solved, turned, HV, BT: tl.constexpr, PARTS: tl.constexpr, TURN: tl.constexpr
+):  # fmt: skip
     """Args:
         owner: of `Schedule`. factors: of `chunk_rows.py`; gets LIFT, and KEY and MOST with it.
         overlaps: float64 `[NB, HV, BT, BT]`, strictly lower. inverse: likewise, maybe the same, for this kernel alone.
-        solved: fp16 `[NB, HV, 3, BT, BT]`, the inverse in `short_parts`, its rows divided by LIFT.
+        solved: fp16 `[NB, HV, PARTS, BT, BT]`, the inverse in `fine_parts`, or in three, its rows divided by LIFT.
         turned: under TURN, that transposed.
 
     Grid: (NB * HV,).
@@ -35,18 +38,29 @@ def solve_fine(owner, factors, overlaps, inverse, solved, turned, HV, BT: tl.con
     _inverted(overlaps + pid.to(tl.int64) * (BT * BT), X, p + BETA_ROW * BT, BT)
     tl.debug_barrier()
     c = tl.arange(0, BT)
-    place = c[:, None] * BT + c[None, :]
-    T = tl.load(X + place, mask=c[None, :] <= c[:, None], other=0.0).to(tl.float32)
-    lift, down = power_of_two(tl.max(tl.abs(T), 1))
-    parts = short_parts(T * down[:, None])
-    for i in tl.static_range(3):
-        tl.store(solved + (pid.to(tl.int64) * 3 + i) * (BT * BT) + place, parts[i])
-        if TURN:
-            tl.store(turned + (pid.to(tl.int64) * 3 + i) * (BT * BT) + place, tl.trans(parts[i]))
-    key = tl.load(p + KEY_ROW * BT + c) * lift
-    most, less = common_power(tl.max(key, 0))
-    tl.store(p + LIFT_ROW * BT + c, lift)
-    tl.store(p + KEY_ROW * BT + c, key * less)
+    largest = 0.0
+    for tile in tl.static_range(BT // _CORNER):  # in float64, all rows at once would leave the registers
+        i = tile * _CORNER + tl.arange(0, _CORNER)
+        place = i[:, None] * BT + c[None, :]
+        T = tl.load(X + place, mask=c[None, :] <= i[:, None], other=0.0)
+        lift, down = power_of_two(tl.max(tl.abs(T.to(tl.float32)), 1) * _DOWN)
+        T = T * down.to(tl.float64)[:, None]
+        if PARTS == 3:
+            parts = wide_parts(T)
+        else:
+            parts = fine_parts(T.to(tl.float32))
+        for part in tl.static_range(PARTS):
+            at = (pid.to(tl.int64) * PARTS + part) * (BT * BT)
+            tl.store(solved + at + place, parts[part])
+            if TURN:
+                tl.store(turned + at + c[:, None] * BT + i[None, :], tl.trans(parts[part]))
+        key = tl.load(p + KEY_ROW * BT + i) * lift
+        tl.store(p + LIFT_ROW * BT + i, lift)
+        tl.store(p + KEY_ROW * BT + i, key)
+        largest = tl.maximum(largest, tl.max(key, 0))
+    tl.debug_barrier()
+    most, less = common_power(largest)
+    tl.store(p + KEY_ROW * BT + c, tl.load(p + KEY_ROW * BT + c) * less)
     tl.store(p + MOST_ROW * BT + c, tl.load(p + MOST_ROW * BT + c) * most)
 
 

@@ -72,12 +72,12 @@ def carry(
     G: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr, NORM: tl.constexpr,
     FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, AFTER: tl.constexpr,
     CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
-    READ: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    READ: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, SOLVED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Args:
         q: `[M, H, K]`, v: `[M, HV, V]`, bf16.
         rows, factors: of `chunk_rows.py`. decay: under CHANNEL, its `whole`.
-        solved: fp16 `[NB, HV, 3, BT, BT]`, of the delta rule. reads: fp16 `[NB, HV, BT, BT]`, under READ.
+        solved: fp16 `[NB, HV, SOLVED, BT, BT]`, of the delta rule. reads: fp16 `[NB, HV, BT, BT]`, under READ.
         source: states fp32 `[N, HV, K, V]`, contiguous; final likewise, and may be the same.
         first, count: of `Schedule`.
         o: `[M, HV, V]`, its sequences' rows written under READ.
@@ -162,8 +162,11 @@ def carry(
                 out *= tl.load(p_factor + START_ROW * BT + slot)[None, None, :]
         if DELTA:
             r = value - seen * tl.load(p_factor + ERASE_ROW * BT + slot)[None, None, :]
-            o_solved = loaded(solved + at * (3 * BT * BT) + square, BT * BT, 3, G)
-            r = short_product(short_parts(r), o_solved)
+            o_solved = loaded(solved + at * (SOLVED * BT * BT) + square, BT * BT, SOLVED, G)
+            if SOLVED == 3:
+                r = short_product(short_parts(r), o_solved)
+            else:
+                r = fine_product(fine_parts(r), o_solved, tl.zeros(r.shape, tl.float32))
         if KEEP:
             u = r * unit
             if DELTA:

@@ -90,11 +90,12 @@ def carry_cuda(
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, VP: gl.constexpr, BT: gl.constexpr,
     DELTA: gl.constexpr, CHANNEL: gl.constexpr, CHUNK: gl.constexpr, TOKENS: gl.constexpr, PER: gl.constexpr,
     FORMAT: gl.constexpr, BV: gl.constexpr, READ: gl.constexpr, KEEP: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
+    SOLVED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Arguments of `carry`. FORMAT: "" or one of a tile of all key channels and the program's BV = 32 columns; every
-    token reads what stood there before the write. ROWS: matrices of a block in `rows`. STAGES: blocks in shared memory,
-    2, or 1 under CHANNEL, where a matrix makes room for the next block's as soon as it was used.
+    token reads what stood there before the write. ROWS: matrices of a block in `rows`. SOLVED: parts of `solved`,
+    2 or 3. STAGES: blocks in shared memory, 2, or 1 under CHANNEL, where a matrix makes room for the next block's as
+    soon as it was used.
 
     Grid: (VP / BV * HV * N,), BV / 4 warps.
     """
@@ -129,7 +130,9 @@ def carry_cuda(
     keys = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BK], SHARED)
     T = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BT], SHARED)
     more_T = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BT], SHARED)
-    least_T = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BT], SHARED)
+    least_T = more_T
+    if SOLVED == 3:
+        least_T = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BT], SHARED)
     queries, P, more_keys, out, more_out = keys, T, keys, keys, keys
     if READ:
         queries = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BK], SHARED)
@@ -139,7 +142,7 @@ def carry_cuda(
         out = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BK], SHARED)
         more_out = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BK], SHARED)
     S_parts = gl.allocate_shared_memory(gl.float16, [2, BV, BK], SHARED)
-    u_parts = gl.allocate_shared_memory(gl.float16, [3, BV, BT], SHARED)
+    u_parts = gl.allocate_shared_memory(gl.float16, [SOLVED, BV, BT], SHARED)
     out_parts = gl.allocate_shared_memory(gl.float16, [2, BV, BT], SHARED)
 
     at = block.to(gl.int64) * HV + i_head
@@ -151,7 +154,7 @@ def carry_cuda(
     p_rows, p_P = rows + row_at * (ROWS * SQUARE), reads + at * (BT * BT)
     p_T = p_P
     if DELTA:
-        p_T = solved + at * (3 * BT * BT)
+        p_T = solved + at * (SOLVED * BT * BT)
     if blocks > 0:
         if DELTA or not CHANNEL:
             _copies(keys, more_keys, p_rows, 0, BT, BK, PARTS)
@@ -160,7 +163,8 @@ def carry_cuda(
         async_copy.commit_group()
         if DELTA:
             _copies(T, more_T, p_T, 0, BT, BT, 2)
-            _copy(least_T.index(0), p_T + 2 * BT * BT, BT, BT)
+            if SOLVED == 3:
+                _copy(least_T.index(0), p_T + 2 * BT * BT, BT, BT)
         async_copy.commit_group()
         if CHANNEL:
             _copies(out, more_out, p_rows + 2 * SQUARE, 0, BT, BK, 2)
@@ -185,7 +189,7 @@ def carry_cuda(
         p_rows = rows + (row_at + more * along) * (ROWS * SQUARE)
         p_P = reads + (at + more * HV) * (BT * BT)
         if DELTA:
-            p_T = solved + (at + more * HV) * (3 * BT * BT)
+            p_T = solved + (at + more * HV) * (SOLVED * BT * BT)
         then = j + 1 - (j + 1) // STAGES * STAGES
         async_copy.wait_group(2 if STAGES == 1 else 0)
         _barrier()
@@ -196,7 +200,8 @@ def carry_cuda(
                 _copy(queries.index(then), p_rows + (4 if CHANNEL else 1) * SQUARE, BT, BK)
             if DELTA:
                 _copies(T, more_T, p_T, then, BT, BT, 2)
-                _copy(least_T.index(then), p_T + 2 * BT * BT, BT, BT)
+                if SOLVED == 3:
+                    _copy(least_T.index(then), p_T + 2 * BT * BT, BT, BT)
             if CHANNEL:
                 _copies(out, more_out, p_rows + 2 * SQUARE, then, BT, BK, 2)
             if READ:
@@ -232,10 +237,13 @@ def carry_cuda(
                 seen = mma_v2(o_S, more_keys.index(now).permute((1, 0)).load(RIGHT), seen)
             seen = mma_v2(o_S, o_keys, no_tokens) + seen
             r = value - seen * erase[None, :]
-            high_r, middle_r, low_r = short_parts(r)
-            u_parts.index(0).store(high_r)
-            u_parts.index(1).store(middle_r)
-            u_parts.index(2).store(low_r)
+            if SOLVED == 3:
+                r_parts = short_parts(r)
+                u_parts.index(2).store(r_parts[2])
+            else:
+                r_parts = fine_parts(r)
+            u_parts.index(0).store(r_parts[0])
+            u_parts.index(1).store(r_parts[1])
         read = no_tokens
         if READ:
             read = mma_v2(o_S, queries.index(now).permute((1, 0)).load(RIGHT), no_tokens) * start[None, :]
@@ -252,18 +260,20 @@ def carry_cuda(
             o_r, o_more = u_parts.index(0).load(LEFT), u_parts.index(1).load(LEFT)
             o_T = T.index(now).permute((1, 0)).load(RIGHT)
             o_more_T = more_T.index(now).permute((1, 0)).load(RIGHT)
-            lowest = mma_v2(u_parts.index(2).load(LEFT), o_T, no_tokens)
             r = mma_v2(o_r, o_T, no_tokens)
-            lowest = mma_v2(o_r, least_T.index(now).permute((1, 0)).load(RIGHT), lowest)
             x = mma_v2(o_more, o_T, no_tokens)
-            lowest = mma_v2(o_more, o_more_T, lowest)
             x = mma_v2(o_r, o_more_T, x)
-            r = r + (x + lowest)
+            if SOLVED == 3:
+                lowest = mma_v2(u_parts.index(2).load(LEFT), o_T, no_tokens)
+                lowest = mma_v2(o_r, least_T.index(now).permute((1, 0)).load(RIGHT), lowest)
+                x = x + mma_v2(o_more, o_more_T, lowest)
+            r = r + x
         if STAGES == 1:
             _barrier()
             if DELTA:
                 _copies(T, more_T, p_T, 0, BT, BT, 2)
-                _copy(least_T.index(0), p_T + 2 * BT * BT, BT, BT)
+                if SOLVED == 3:
+                    _copy(least_T.index(0), p_T + 2 * BT * BT, BT, BT)
             async_copy.commit_group()
         if KEEP:
             u = r * unit[:, None]

@@ -4,22 +4,22 @@ Rounding is that of `reference/prefill.py`, site by site and with its scales; pr
 int8's in int32, fp8's and nvfp4's of fp16 numbers, which hold them (`prefill_codec.py`). Sites that are not rounded
 keep the bits that `chunk_math.py` keeps. Per span of chunks:
 
-    rows                            rows of q and k, rounded once; gates                  prefill_pairs.py
-    overlaps_of_heads               A without beta, under a decay by head                 prefill_pairs.py
-    pairs_of_channels               it and what queries see of keys, under one by channel prefill_pairs.py
-    solve                           T, by the policy's inverse, and how far off it is     prefill_solve.py
-    erase_, out_, value_operands    W, keys to the chunk's end, and U                     prefill_operands.py
-    walk                            the state from chunk to chunk, the only sequence      prefill_walk.py
-    outputs                         O                                                     prefill_walk.py
+    pairs_of_heads                  A without beta, and what queries have, of rows of q and k
+                                    rounded once, under a decay by head                      prefill_heads.py
+    rows, weights                   norms, and sums of gates, under one by channel           prefill_pairs.py
+    pairs_of_channels               A and what queries see of keys                           prefill_pairs.py
+    read_operands                   that and queries as operands                             prefill_reads.py
+    solve                           T, by the policy's inverse, and how far off it is        prefill_solve.py
+    state_operands                  W, keys to the chunk's end, and U                        prefill_operands.py
+    walk                            the state from chunk to chunk, the only sequence, and O  prefill_walk.py
 
 and the backward, from the last span to the first, each made again from the state before it:
 
-    read_operands                   what queries see, as operands                         prefill_backward.py
-    walk_back                       the way back through the state                        prefill_backward.py
-    grad_reads, grad_system         of what tokens see of each other, of v and of T       prefill_gradients.py
-    grad_keys                       of keys, queries, gates and beta                      prefill_gradients.py
-    grad_channels, grad_gates       what pairs add to them under a decay by channel       prefill_channels.py
-    deliver                         sums over heads, and back through the norms           chunk_gradients.py
+    walk_back                       the way back through the state                           prefill_backward.py
+    grad_reads, grad_system         of what tokens see of each other, of v and of T          prefill_gradients.py
+    grad_keys                       of keys, queries, gates and beta                         prefill_gradients.py
+    grad_channels, grad_gates       what pairs add to them under a decay by channel          prefill_channels.py
+    deliver                         sums over heads, and back through the norms              chunk_gradients.py
 
 Launched by prefill_call.py and prefill_call_back.py. Nothing waits for lengths or residuals.
 """

@@ -3,7 +3,7 @@
     dV' = reads^T dO + (K e^(G_C - G)) dS'
     dS  = e^G_C dS' + (Q e^G)^T dO - W^T dV'          every operand as the forward rounded it, dO times the query scale
 
-`read_operands` makes what queries have in parallel, `walk_back` is the sequence. Gradients keep 16 bits beside bf16
+Gradients keep 16 bits beside bf16
 inputs, 24 beside others; codes are bf16 here, which holds them, so that a product is two parts times one.
 """
 
@@ -16,48 +16,9 @@ import triton
 import triton.language as tl
 
 from lattn_compile.kernels.chunk_math import operand
-from lattn_compile.kernels.prefill_codec import load_site, site, site_product, store_site
-from lattn_compile.kernels.prefill_walk import queries
+from lattn_compile.kernels.prefill_codec import load_site, site_product
 
-__all__ = ["read_operands", "walk_back"]
-
-
-@triton.jit(do_not_specialize=["skip", "H", "HV"])
-def read_operands(
-    q, k, g, starts, lengths, offsets, owner, index, norms, factors, q_codes, q_scale, read_codes, read_scale, reads,
-    query, query_scale, seen, seen_scale, skip,
-    q_token, q_head, q_channel, k_token, k_head, k_channel, g_token, g_head, g_channel, H, HV,
-    K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr, DECAY: tl.constexpr, LOW: tl.constexpr,
-    QK: tl.constexpr, QS: tl.constexpr, AV: tl.constexpr, QP: tl.constexpr,
-):  # fmt: skip
-    """Args:
-        Those before as in `outputs`; reads are written here where a decay is by head.
-        query: `[NB, HV, parts, BT, BK]`, the left operand of qs; query_scale: fp32 `[NB, HV, BT]`.
-        seen: `[NB, HV, parts, BT, BT]`, that of av; seen_scale likewise. QP: parts of query.
-
-    Grid: (NB * HV * BT / ROWS,).
-    """
-    TILES: tl.constexpr = BT // ROWS
-    tile, pid = tl.program_id(0) % TILES, tl.program_id(0) // TILES
-    block, i_head = pid // HV, pid % HV
-    if tl.load(owner + block) < 0:
-        return
-    at = pid.to(tl.int64)
-    slot, channel, row = tl.arange(0, BT), tl.arange(0, BK), tile * ROWS + tl.arange(0, ROWS)
-    P, o_q, o_scale = queries(
-        q, k, g, starts, lengths, offsets, owner, index, norms, factors, q_codes, q_scale, read_codes, read_scale,
-        reads, block, i_head, tile, skip, q_token, q_head, q_channel, k_token, k_head, k_channel, g_token, g_head,
-        g_channel, H, HV, K, BK, BT, ROWS, DECAY, LOW, QK, QS,
-    )  # fmt: skip
-    tl.static_assert(len(o_q) == QP)
-    store_site(query, at, row[:, None] * BK + channel[None, :], o_q, BT * BK)
-    tl.store(query_scale + at * BT + row, o_scale)
-    place = row[:, None] * BT + slot[None, :]
-    if DECAY < 2:
-        tl.store(reads + at * (BT * BT) + place, P)
-    o_P, p_scale = site(P, 1, AV, LOW)
-    store_site(seen, at, place, o_P, BT * BT)
-    tl.store(seen_scale + at * BT + row, p_scale)
+__all__ = ["walk_back"]
 
 
 @triton.jit(do_not_specialize=["scale", "skip", "HV"])
@@ -69,7 +30,7 @@ def walk_back(
     WS: tl.constexpr, KV: tl.constexpr, AV: tl.constexpr, QP: tl.constexpr,
 ):  # fmt: skip
     """Args:
-        grad_o: `[M, HV, V]`. query, seen: of `read_operands`; erase, out, whole: of `prefill_operands.py`.
+        grad_o: `[M, HV, V]`. query, seen: of `prefill_reads.py`; erase, out, whole: of `prefill_operands.py`.
         source: gradients of the states behind the span, fp32 `[N, HV, K, V]`; final of those before it, maybe the same.
         first, count: of `Schedule`.
         cotangents: fp32 `[NB, HV, VP, BK]`, of the state behind each chunk. dnews: fp32 `[NB, HV, VP, BT]`, of V'.

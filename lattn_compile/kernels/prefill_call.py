@@ -14,11 +14,14 @@ import triton
 from torch import Tensor
 
 from lattn_compile.kernels.chunk_blocks import MAX_BLOCK, Cut, Schedule, schedule
+from lattn_compile.kernels.chunk_sizes import shared_memory
 from lattn_compile.kernels.common.launch import launched
-from lattn_compile.kernels.prefill_operands import erase_operands, out_operands, value_operands
-from lattn_compile.kernels.prefill_pairs import overlaps_of_heads, pairs_of_channels, rows
+from lattn_compile.kernels.prefill_heads import pairs_of_heads
+from lattn_compile.kernels.prefill_operands import state_operands
+from lattn_compile.kernels.prefill_pairs import pairs_of_channels, rows, weights
+from lattn_compile.kernels.prefill_reads import read_operands
 from lattn_compile.kernels.prefill_solve import solve
-from lattn_compile.kernels.prefill_walk import outputs, walk
+from lattn_compile.kernels.prefill_walk import walk
 from lattn_compile.modes import BlockDoubling, Neumann, NewtonSchulz, Prefill
 
 __all__ = ["ROWS", "Call", "Kept", "Operand", "Span", "launch", "of", "strides"]
@@ -32,9 +35,10 @@ PART = torch.bfloat16
 CODES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "nvfp4": torch.float16}
 """Of a rounded operand in memory."""
 
-BUDGET = 1 << 31
-"""Bytes between kernels that nobody misses; twice those of the inputs are allowed, too. More chunks are computed
-in spans, and all spans but the last twice for a backward."""
+BUDGET = 3 << 30
+"""Bytes between kernels that nobody misses; three times those of the inputs are allowed, too. More chunks are
+computed in spans, all but the last twice for a backward, and a span that has no chunk is launched as well, since nobody
+knows here how long a sequence is."""
 
 LEAST_SPAN = 8
 """Chunks of a sequence."""
@@ -52,20 +56,20 @@ ROWS = 32
 COLUMNS = 16
 """Of v in a program of `walk`: two of them share a multiprocessor, and one computes while the other waits."""
 
+SLACK = 1 << 13
+"""Bytes of shared memory that `walk` wants besides its operands."""
+
 LAUNCH: dict[str, dict[str, int]] = {
-    "rows": {"num_warps": 4, "num_stages": 1, "maxnreg": 96},
-    "overlaps_of_heads": {"num_warps": 4, "num_stages": 1},
+    "pairs_of_heads": {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
+    "rows": {"num_warps": 4, "num_stages": 1},
     "pairs_of_channels": {"num_warps": 2, "num_stages": 1},
+    "weights": {"num_warps": 1, "num_stages": 1},
+    "read_operands": {"num_warps": 4, "num_stages": 1},
     "solve": {"num_warps": 2, "num_stages": 1},
-    "out_operands": {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
-    "out_operands of channels": {"num_warps": 8, "num_stages": 1},
-    "erase_operands": {"num_warps": 4, "num_stages": 1, "maxnreg": 96},
-    "erase_operands of channels": {"num_warps": 8, "num_stages": 1},
-    "value_operands": {"num_warps": 4, "num_stages": 1},
+    "state_operands": {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
+    "state_operands of channels": {"num_warps": 4, "num_stages": 1},
     "walk": {"num_warps": 2, "num_stages": 3},
     "walk of a backward": {"num_warps": 2, "num_stages": 2},
-    "outputs": {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
-    "read_operands": {"num_warps": 4, "num_stages": 1},
     "walk_back": {"num_warps": 4, "num_stages": 2},
     "grad_reads": {"num_warps": 2, "num_stages": 1, "maxnreg": 168},
     "grad_system": {"num_warps": 2, "num_stages": 1},
@@ -94,28 +98,45 @@ class Kept(NamedTuple):
     news: Tensor
 
 
+class Pairs(NamedTuple):
+    """What tokens of a chunk see of each other.
+
+    Attributes:
+        norms, strengths: of `prefill_pairs.rows`. factors: of `prefill_heads.py`, as is what it rounds: rounded, by
+            site, and "q".
+        overlaps: A without beta, and reads, fp32 `[NB, HV, BT, BT]`, or None.
+        query, seen: of `prefill_reads.py`. whole: of `prefill_operands.py`. from_start, to_end: of `weights`, or None.
+    """
+
+    norms: Tensor
+    strengths: Tensor
+    factors: Tensor | None
+    rounded: dict[str, Operand | None]
+    overlaps: Tensor | None
+    reads: Tensor | None
+    query: Operand
+    seen: Operand
+    whole: Tensor
+    from_start: Tensor | None
+    to_end: Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Some chunks of every sequence, and what their kernels make of them before a state is seen.
 
     Attributes:
-        norms, strengths, factors: of `rows`; rows: what it rounds, by site, and "q".
-        overlaps, inverses: A without beta, and T, fp32 `[NB, HV, BT, BT]`. left: T as the left operand of w and of u.
-        residuals: fp32 `[NB, HV]` or None. reads: of a decay by channel.
+        inverses: T, fp32 `[NB, HV, BT, BT]`. left: T as the left operand of w and of u.
+        residuals: fp32 `[NB, HV]` or None.
         erase, out, whole, updates: of `prefill_operands.py`.
     """
 
     schedule: Schedule
     skip: int
-    norms: Tensor
-    strengths: Tensor
-    factors: Tensor | None
-    rows: dict[str, Operand | None]
-    overlaps: Tensor | None
+    pairs: Pairs
     inverses: Tensor | None
     left: dict[str, Operand]
     residuals: Tensor | None
-    reads: Tensor | None
     erase: Operand | None
     out: Operand
     whole: Tensor
@@ -167,37 +188,33 @@ class Call:
         self.bound = CUT.bound(tokens, self.sequences, on_line=True)
         longest = CUT.bound(tokens, 1, on_line=True)
         given = sum(x.nbytes for x in (self.q, self.k, self.v, self.v, g, beta) if x is not None)
-        least = max(BUDGET, 2 * given) // (self._bytes() * self.value_heads)
+        least = max(BUDGET, 3 * given) // (self._bytes() * self.value_heads)
         self.span = self.bound if least >= self.bound else max(LEAST_SPAN, least // max(self.sequences, 1))
         self.skips = list(range(0, longest, self.span))
 
     def _bytes(self) -> int:
         """Of one chunk and head between the kernels."""
         size, keys, width = self.size, self.keys, self.width
-        square, long, wide, state = size * size, size * keys, size * width, keys * width
+        square, long, wide = size * size, size * keys, size * width
         each = 2 if all(self.formats.values()) else 4 if self.low else 6
-        needs = (8 + 2 * each) * square + 2 * each * long + 4 * wide + (4 * square if self.decay == 2 else 0)
+        needs = (8 + 2 * each) * square + 2 * each * long + 4 * wide + (4 * square + 8 * long if self.decay == 2 else 0)
         if not self.wide:
-            return needs + each * (state + wide)
+            return needs + each * (square + long)
         channels = 4 * long if self.decay == 2 else 0
-        return needs + (12 + each) * square + (12 + each) * long + 8 * wide + 8 * state + channels
+        return needs + (12 + each) * square + (12 + each) * long + 8 * wide + 8 * keys * width + channels
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.q.new_empty(shape, dtype=dtype)
 
-    def operand(
-        self, site: str, blocks: int, rows: int, length: int, *, parts: int = 0, heads: int = 0, once: bool = False
-    ) -> Operand:
+    def operand(self, site: str, blocks: int, rows: int, length: int, *, parts: int = 0, heads: int = 0) -> Operand:
         """Memory of a site's operand.
 
         Args:
-            parts: of an exact one, where it is not what inputs ask for. heads: if not HV. once: it is read once, so
-                that E4M3's numbers are no bytes that take longer to make fp16 of than two bytes to load.
+            parts: of an exact one, where it is not what inputs ask for. heads: if not HV.
         """
         name, heads = self.formats[site], heads or self.value_heads
         parts = (parts or (2 if self.low else 3)) if not name else 1
         dtype = PART if self.wide else CODES.get(name, PART)
-        dtype = torch.float16 if once and name == "fp8_e4m3" else dtype
         x = self.new(blocks, heads, parts, rows, length, dtype=dtype)
         return Operand(x, self.new(blocks, heads, rows))
 
@@ -208,20 +225,8 @@ class Call:
         programs = blocks * heads
         where = (self.starts, self.lengths, self.offsets, placed.owner, placed.index)
         square = (blocks, heads, size, size)
-        q, k, g = self.q.stride(), self.k.stride(), strides(self.g, 3)
-        norms, strengths, factors, rounded = self._rows(placed, skip)
-        overlaps = self.new(*square) if self.delta else None
-        reads = self.new(*square) if self.decay == 2 else None
-        if self.decay == 2:
-            launched(pairs_of_channels)[(programs * (size // 16),)](
-                self.q, self.k, self.g, *where, norms, overlaps, reads, skip, *q, *k, *g, self.key_heads, heads, BS=32,
-                DELTA=self.delta, LOW=self.low, KK=f["kk"], QK=f["qk"], **self.key, **launch("pairs_of_channels"),
-            )  # fmt: skip
-        elif self.delta:
-            launched(overlaps_of_heads)[(blocks * self.key_heads * (size // ROWS),)](
-                self.k, *where, norms, factors, *of(rounded["kk"]), overlaps, skip, *k, self.key_heads, heads,
-                TILE=ROWS, LOW=self.low, KK=f["kk"], **self.key, **launch("overlaps_of_heads"),
-            )  # fmt: skip
+        k, v = self.k.stride(), self.v.stride()
+        pairs = self._pairs_of_channels(placed, skip) if self.decay == 2 else self._pairs_of_heads(placed, skip)
         inverses = residuals = erase = None
         left: dict[str, Operand] = {}
         if self.delta:
@@ -232,79 +237,101 @@ class Call:
                 left["u"] = self.operand("u", blocks, size, size, parts=3)
             other = (left["u"].x, left["u"].scale) if f["u"] != f["w"] else (None, None)
             launched(solve)[(programs,)](
-                placed.owner, strengths, overlaps, inverses, residuals, left["w"].x, left["w"].scale, *other, heads,
-                BT=size, METHOD=self.method[0], COUNT=self.method[1], W=f["w"], U=f["u"], **launch("solve"),
+                placed.owner, pairs.strengths, pairs.overlaps, inverses, residuals, left["w"].x, left["w"].scale,
+                *other, heads, BT=size, METHOD=self.method[0], COUNT=self.method[1], W=f["w"], U=f["u"],
+                **launch("solve"),
             )  # fmt: skip
             erase = self.operand("ws", blocks, size, self.keys)
-            launched(erase_operands)[(programs,)](
-                self.k, self.g, *where, norms, strengths, factors, *of(left["w"]), *of(erase), skip, *k, *g,
-                self.key_heads, heads, ROWS=ROWS, DECAY=self.decay, LOW=self.low, W=f["w"], WS=f["ws"], **self.key,
-                **launch("erase_operands" if self.decay < 2 else "erase_operands of channels"),
-            )  # fmt: skip
-        out, whole = self.operand("kv", blocks, self.keys, size), self.new(blocks, heads, self.keys)
-        launched(out_operands)[(programs,)](
-            self.k, self.g, *where, norms, factors, *of(out), whole, skip, *k, *g, self.key_heads, heads,
-            DECAY=self.decay, LOW=self.low, KV=f["kv"], **self.key,
-            **launch("out_operands" if self.decay < 2 else "out_operands of channels"),
-        )  # fmt: skip
+        out, whole = self.operand("kv", blocks, self.keys, size), pairs.whole
         updates = self.new(blocks, heads, self.width, size)
-        launched(value_operands)[(programs * (self.width // self.slice),)](
-            self.v, *where, strengths, *of(left.get("u")), updates, skip, *self.v.stride(), heads, BV=self.slice,
-            ROWS=ROWS, DELTA=self.delta, LOW=self.low, U=f["u"], **self.value, **launch("value_operands"),
+        launched(state_operands)[(programs,)](
+            self.k, self.v, *where, pairs.norms, pairs.strengths, pairs.factors, pairs.from_start, pairs.to_end,
+            *of(left.get("w")), *of(left.get("u")), *of(erase), *of(out), whole, updates, skip, *k, *v,
+            self.key_heads, heads, BV=self.slice, ROWS=ROWS, DECAY=self.decay, DELTA=self.delta, LOW=self.low, W=f["w"],
+            U=f["u"], WS=f["ws"], KV=f["kv"], **(self.key | self.value),
+            **launch("state_operands" if self.decay < 2 else "state_operands of channels"),
         )  # fmt: skip
-        return Span(
-            placed, skip, norms, strengths, factors, rounded, overlaps, inverses, left, residuals, reads, erase, out,
-            whole, updates,
-        )  # fmt: skip
+        return Span(placed, skip, pairs, inverses, left, residuals, erase, out, whole, updates)
 
-    def _rows(self, placed: Schedule, skip: int) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Operand | None]]:
-        """What `rows` makes: norms, strengths, factors, and rounded rows of k for kk and qk, and of q."""
+    def _pairs_of_heads(self, placed: Schedule, skip: int) -> Pairs:
         blocks, heads, size, f = placed.blocks, self.key_heads, self.size, self.formats
-        norms, strengths = self.new(blocks, heads, 2, size), self.new(blocks, self.value_heads, size)
-        factors = self.new(blocks, self.value_heads, 4, size) if self.decay < 2 else None
-        found: dict[str, Operand | None] = {"q": None, "kk": None, "qk": None}
-        if self.decay < 2:
-            if f["kk"] and self.delta:
-                found["kk"] = self.operand("kk", blocks, size, self.keys, heads=heads)
-            if f["qk"]:
-                found["q"] = self.operand("qk", blocks, size, self.keys, heads=heads)
-                same = found["kk"] is not None and f["kk"] == f["qk"]
-                found["qk"] = found["kk"] if same else self.operand("qk", blocks, size, self.keys, heads=heads)
-        read = None if found["qk"] is found["kk"] else found["qk"]
-        launched(rows)[(blocks * heads,)](
+        rounded: dict[str, Operand | None] = {"q": None, "kk": None, "qk": None}
+        if f["kk"] and self.delta:
+            rounded["kk"] = self.operand("kk", blocks, size, self.keys, heads=heads)
+        if f["qk"]:
+            rounded["q"] = self.operand("qk", blocks, size, self.keys, heads=heads)
+            same = rounded["kk"] is not None and f["kk"] == f["qk"]
+            rounded["qk"] = rounded["kk"] if same else self.operand("qk", blocks, size, self.keys, heads=heads)
+        pairs = self._pairs(placed, rounded, self.new(blocks, self.value_heads, 4, size), reads=self.wide)
+        launched(pairs_of_heads)[(blocks * heads,)](
             self.q, self.k, self.g, self.beta, self.starts, self.lengths, self.offsets, placed.owner, placed.index,
-            norms, strengths, factors, *of(found["q"]), *of(found["kk"]), *of(read), skip, *self.q.stride(),
-            *self.k.stride(), *strides(self.g, 2), *strides(self.beta, 2), heads, self.value_heads, DECAY=self.decay,
-            BETA=self.beta is not None, NORM=self.norm, LOW=self.low, KK=f["kk"], QK=f["qk"], **self.key,
-            **launch("rows"),
+            pairs.norms, pairs.strengths, pairs.factors, *of(rounded["q"]), *of(rounded["kk"]), *of(rounded["qk"]),
+            pairs.overlaps, pairs.reads, *of(pairs.query), *of(pairs.seen), skip, *self.q.stride(), *self.k.stride(),
+            *strides(self.g, 2), *strides(self.beta, 2), heads, self.value_heads, ROWS=ROWS, DECAY=self.decay,
+            DELTA=self.delta, BETA=self.beta is not None, NORM=self.norm, LOW=self.low, KK=f["kk"], QK=f["qk"],
+            QS=f["qs"], AV=f["av"], QP=pairs.query.x.shape[2], **self.key, **launch("pairs_of_heads"),
         )  # fmt: skip
-        return norms, strengths, factors, found
+        return pairs
+
+    def _pairs_of_channels(self, placed: Schedule, skip: int) -> Pairs:
+        blocks, heads, size, f = placed.blocks, self.value_heads, self.size, self.formats
+        where = (self.starts, self.lengths, self.offsets, placed.owner, placed.index)
+        q, k, g = self.q.stride(), self.k.stride(), strides(self.g, 3)
+        pairs = self._pairs(placed, {"q": None, "kk": None, "qk": None}, None, reads=True)
+        launched(rows)[(blocks * self.key_heads,)](
+            self.q, self.k, self.beta, *where, pairs.norms, pairs.strengths, skip, *q, *k, *strides(self.beta, 2),
+            self.key_heads, heads, BETA=self.beta is not None, NORM=self.norm, **self.key, **launch("rows"),
+        )  # fmt: skip
+        launched(weights)[(blocks * heads * (self.keys // 32),)](
+            self.g, *where, pairs.from_start, pairs.to_end, pairs.whole, skip, *g, heads, BS=32, LOW=self.low,
+            **self.key, **launch("weights"),
+        )  # fmt: skip
+        launched(pairs_of_channels)[(blocks * heads * (size // 16),)](
+            self.q, self.k, self.g, *where, pairs.norms, pairs.overlaps, pairs.reads, skip, *q, *k, *g, self.key_heads,
+            heads, BS=64, DELTA=self.delta, LOW=self.low, KK=f["kk"], QK=f["qk"], **self.key,
+            **launch("pairs_of_channels"),
+        )  # fmt: skip
+        launched(read_operands)[(blocks * heads * (size // ROWS),)](
+            self.q, *where, pairs.norms, pairs.from_start, pairs.reads, *of(pairs.query), *of(pairs.seen), skip, *q,
+            self.key_heads, heads, ROWS=ROWS, LOW=self.low, QS=f["qs"], AV=f["av"], **self.key,
+            **launch("read_operands"),
+        )  # fmt: skip
+        return pairs
+
+    def _pairs(
+        self, placed: Schedule, rounded: dict[str, Operand | None], factors: Tensor | None, *, reads: bool
+    ) -> Pairs:
+        """Memory for what tokens of a chunk see of each other."""
+        blocks, heads, size = placed.blocks, self.value_heads, self.size
+        square = (blocks, heads, size, size)
+        # bf16 queries are exact in one part where a decay stays outside of them.
+        parts = 1 if self.decay < 2 and self.q.dtype is torch.bfloat16 else 0
+        query = self.operand("qs", blocks, size, self.keys, parts=parts)
+        return Pairs(
+            self.new(blocks, self.key_heads, 2, size), self.new(blocks, heads, size), factors, rounded,
+            self.new(*square) if self.delta else None, self.new(*square) if reads else None, query,
+            self.operand("av", blocks, size, size), self.new(blocks, heads, self.keys),
+            *(self.new(blocks, heads, size, self.keys) if self.decay == 2 else None for _ in range(2)),
+        )  # fmt: skip
 
     def advance(
         self, span: Span, source: Tensor, final: Tensor, *, o: Tensor | None = None, kept: Kept | None = None
     ) -> None:
         """Takes the states `source` through a span to `final`, maybe itself; writes its rows of `o`, and `kept`."""
-        placed, heads, size, f = span.schedule, self.value_heads, self.size, self.formats
-        states = values = None
-        if o is not None:
-            states = self.operand("qs", placed.blocks, self.width, self.keys, once=True)
-            values = self.operand("av", placed.blocks, self.width, size, once=True)
-        options = launch("walk" if kept is None else "walk of a backward")
+        placed, heads, f = span.schedule, self.value_heads, self.formats
+        query, seen = (span.pairs.query, span.pairs.seen) if o is not None else (None, None)
+        options = dict(launch("walk" if kept is None else "walk of a backward"))
         warps = options["num_warps"]
+        # Of what does not fit into shared memory as often, fewer chunks are under way at once.
+        chunk = sum(x.x[0, 0].nbytes for x in (span.erase, span.out, query, seen) if x is not None)
+        room = (shared_memory(self.q.device) - SLACK) // (chunk + 16 * warps * self.size * 4)
+        options["num_stages"] = min(options["num_stages"], 1 + room)
         launched(walk)[(self.width // (16 * warps) * heads * self.sequences,)](
-            *of(span.erase), *of(span.out), span.whole, span.updates, source, placed.first, placed.count, final,
-            *of(states), *of(values), *((None,) * 3 if kept is None else kept), heads, W=min(64, self.keys),
-            G=warps, DELTA=self.delta, LOW=self.low, READ=o is not None, KEEP=kept is not None, WS=f["ws"], QS=f["qs"],
-            KV=f["kv"], AV=f["av"], STAGES=options["num_stages"], **(self.key | self.value), **options,
-        )  # fmt: skip
-        if o is None:
-            return
-        launched(outputs)[(placed.blocks * heads * (size // ROWS) * (self.width // self.slice),)](
-            self.q, self.k, self.g, self.starts, self.lengths, self.offsets, placed.owner, placed.index, span.norms,
-            span.factors, *of(span.rows["q"]), *of(span.rows["qk"]), span.reads, *of(states), *of(values), o,
-            self.scale, span.skip, *self.q.stride(), *self.k.stride(), *strides(self.g, 3), *o.stride(),
-            self.key_heads, heads, BV=self.slice, ROWS=ROWS, DECAY=self.decay, LOW=self.low, QK=f["qk"], QS=f["qs"],
-            AV=f["av"], **(self.key | self.value), **launch("outputs"),
+            *of(span.erase), *of(span.out), span.whole, span.updates, source, self.starts, self.lengths, placed.first,
+            placed.count, final, *of(query), *of(seen), o, *((None,) * 3 if kept is None else kept), self.scale,
+            span.skip, *strides(o, 3), heads, W=min(64, self.keys), G=warps, DELTA=self.delta, LOW=self.low,
+            KEEP=kept is not None, WS=f["ws"], QS=f["qs"], KV=f["kv"], AV=f["av"], QP=span.pairs.query.x.shape[2],
+            STAGES=options["num_stages"], **(self.key | self.value), **options,
         )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lattn_compile.kernels.chunk_gradients import deliver
 from lattn_compile.kernels.common.launch import launched
-from lattn_compile.kernels.prefill_backward import read_operands, walk_back
-from lattn_compile.kernels.prefill_call import ROWS, Call, Kept, Operand, Span, launch, of, strides
+from lattn_compile.kernels.prefill_backward import walk_back
+from lattn_compile.kernels.prefill_call import Call, Kept, Operand, Span, launch, of, strides
 from lattn_compile.kernels.prefill_channels import grad_channels, grad_gates
 from lattn_compile.kernels.prefill_gradients import grad_keys, grad_reads, grad_system
 
@@ -33,45 +33,38 @@ class BackwardCall(Call):
             self.new(blocks, heads, self.width, self.size),
         )
 
-    def retreat(self, span: Span, grad_o: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def retreat(self, span: Span, grad_o: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
         """Takes the gradient of the states back through a span, in place.
 
         Returns:
-            Gradients of the states behind every chunk and of V', and `reads`.
+            Gradients of the states behind every chunk, and of V'.
         """
         placed, heads, size, f = span.schedule, self.value_heads, self.size, self.formats
         blocks = placed.blocks
-        # bf16 queries are exact in one part where a decay stays outside of them.
-        query = self.operand("qs", blocks, size, self.keys, parts=1 if self.low and self.decay < 2 else 0)
-        seen, parts = self.operand("av", blocks, size, size), {"QP": query.x.shape[2]}
-        reads = self.new(blocks, heads, size, size) if span.reads is None else span.reads
-        launched(read_operands)[(blocks * heads * (size // ROWS),)](
-            self.q, self.k, self.g, *self._where(span), span.norms, span.factors, *of(span.rows["q"]),
-            *of(span.rows["qk"]), reads, *of(query), *of(seen), span.skip, *self.q.stride(), *self.k.stride(),
-            *strides(self.g, 3), self.key_heads, heads, ROWS=ROWS, DECAY=self.decay, LOW=self.low, QK=f["qk"],
-            QS=f["qs"], AV=f["av"], **parts, **self.key, **launch("read_operands"),
-        )  # fmt: skip
+        query, seen = span.pairs.query, span.pairs.seen
         cotangents = self.new(blocks, heads, self.width, self.keys)
         dnews = self.new(blocks, heads, self.width, size)
         launched(walk_back)[(self.width // self.columns * heads * self.sequences,)](
             grad_o, self.starts, self.lengths, *of(query), *of(seen), *of(span.erase), *of(span.out), span.whole,
             dstate, placed.first, placed.count, dstate, cotangents, dnews, self.scale, span.skip, *grad_o.stride(),
             heads, BV=self.columns, DELTA=self.delta, LOW=self.low, WS=f["ws"], KV=f["kv"], AV=f["av"],
-            **parts, **(self.key | self.value), **launch("walk_back"),
+            QP=query.x.shape[2], **(self.key | self.value), **launch("walk_back"),
         )  # fmt: skip
-        return cotangents, dnews, reads
+        return cotangents, dnews
 
     def gradients(
-        self, span: Span, grad_o: Tensor, kept: Kept, passed: tuple[Tensor, Tensor, Tensor], grads: dict[str, Tensor]
+        self, span: Span, grad_o: Tensor, kept: Kept, passed: tuple[Tensor, Tensor], grads: dict[str, Tensor]
     ) -> None:
         """Writes a span's gradients. passed: of `retreat`."""
-        cotangents, dnews, reads = passed
+        (cotangents, dnews), pairs = passed, span.pairs
+        reads = pairs.reads
+        assert reads is not None
         blocks, heads, size, f = span.schedule.blocks, self.value_heads, self.size, self.formats
         where, skip, programs = self._where(span), span.skip, blocks * heads
         q, k, g = self.q.stride(), self.k.stride(), strides(self.g, 3)
         dreads, gates, strengths = self.new(*reads.shape), *(self.new(blocks, heads, 2, size) for _ in range(2))
         launched(grad_reads)[(programs,)](
-            grad_o, *where, span.factors, reads, kept.news, dreads, gates, self.scale, skip, *grad_o.stride(), heads,
+            grad_o, *where, pairs.factors, reads, kept.news, dreads, gates, self.scale, skip, *grad_o.stride(), heads,
             BS=_SLICE, DECAY=self.decay, LOW=self.low, AV=f["av"], **self.value, **launch("grad_reads"),
         )  # fmt: skip
         doverlaps = dsolved = None
@@ -79,7 +72,7 @@ class BackwardCall(Call):
             doverlaps, dsolved = self.new(*reads.shape), self.new(blocks, heads, size, self.keys)
         dv = grads["dv"]
         launched(grad_system)[(programs,)](
-            self.k, self.v, self.g, *where, span.norms, span.strengths, span.factors, span.overlaps, span.inverses,
+            self.k, self.v, self.g, *where, pairs.norms, pairs.strengths, pairs.factors, pairs.overlaps, span.inverses,
             *of(span.left.get("w")), *of(span.left.get("u")), kept.states, kept.scales, dnews, dv, dsolved, doverlaps,
             strengths, gates, skip, *k, *self.v.stride(), *g, *dv.stride(), self.key_heads, heads, BS=_SLICE,
             DELTA=self.delta, DECAY=self.decay, LOW=self.low, W=f["w"], U=f["u"], WS=f["ws"],
@@ -88,28 +81,28 @@ class BackwardCall(Call):
         slices = self.keys // _SLICE
         dkeys, rows = self.new(blocks, heads, 2, size, self.keys), self.new(blocks, heads, slices, 4, size)
         dgates = self.new(blocks, heads, size, self.keys) if self.decay == 2 else None
-        read: Operand | None = span.rows["qk"]
+        read: Operand | None = pairs.rounded["qk"]
         launched(grad_keys)[(programs * slices,)](
-            self.q, self.k, self.g, grad_o, *where, span.norms, span.strengths, span.factors, *of(span.rows["q"]),
-            *of(span.rows["kk"]), *of(read), kept.states, kept.scales, kept.news, cotangents, dsolved, dreads,
-            doverlaps, span.whole, dkeys, dgates, rows, self.scale, skip, *q, *k, *g, *grad_o.stride(),
-            self.key_heads, heads, BS=_SLICE, DELTA=self.delta, DECAY=self.decay, LOW=self.low, KK=f["kk"],
-            QK=f["qk"], QS=f["qs"], KV=f["kv"], **(self.key | self.value), **launch("grad_keys"),
+            self.q, self.k, self.g, grad_o, *where, pairs.norms, pairs.strengths, pairs.factors,
+            *of(pairs.rounded["q"]), *of(pairs.rounded["kk"]), *of(read), kept.states, kept.scales, kept.news,
+            cotangents, dsolved, dreads, doverlaps, span.whole, dkeys, dgates, rows, self.scale, skip, *q, *k, *g,
+            *grad_o.stride(), self.key_heads, heads, BS=_SLICE, DELTA=self.delta, DECAY=self.decay, LOW=self.low,
+            KK=f["kk"], QK=f["qk"], QS=f["qs"], KV=f["kv"], **(self.key | self.value), **launch("grad_keys"),
         )  # fmt: skip
         dq, dk, dg, dbeta = grads["dq"], grads["dk"], grads.get("dg"), grads.get("dbeta")
         if self.decay == 2 and dg is not None:
             tiles = size // 16
             between = self.new(blocks, heads, tiles, tiles, self.keys)
             launched(grad_channels)[(programs * tiles,)](
-                self.q, self.k, self.g, *where, span.norms, dreads, doverlaps, dkeys, dgates, between, skip, *q, *k, *g,
-                self.key_heads, heads, BS=_SLICE, DELTA=self.delta, LOW=self.low, KK=f["kk"], QK=f["qk"], **self.key,
-                **launch("grad_channels"),
+                self.q, self.k, self.g, *where, pairs.norms, dreads, doverlaps, dkeys, dgates, between, skip, *q, *k,
+                *g, self.key_heads, heads, BS=_SLICE, DELTA=self.delta, LOW=self.low, KK=f["kk"], QK=f["qk"],
+                **self.key, **launch("grad_channels"),
             )  # fmt: skip
             launched(grad_gates)[(programs * tiles,)](
                 *where, dgates, between, dg, skip, *dg.stride(), heads, **self.key, **launch("grad_gates"),
             )  # fmt: skip
         launched(deliver)[(blocks * self.key_heads,)](
-            self.q, self.k, *where, span.norms, dkeys, rows, strengths, gates, dq, dk, dg, dbeta, skip, *q, *k,
+            self.q, self.k, *where, pairs.norms, dkeys, rows, strengths, gates, dq, dk, dg, dbeta, skip, *q, *k,
             *dq.stride(), *dk.stride(), *strides(dg, 3)[:2], *strides(dbeta, 2), self.key_heads, heads, BS=_SLICE,
             TILE=size // 2, SLICES=slices, DELTA=self.delta, DECAY=self.decay, BETA=self.beta is not None,
             NORM=self.norm, CHUNK=size, TOKENS=size, PER=1, **self.key, **launch("deliver"),

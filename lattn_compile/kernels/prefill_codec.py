@@ -20,16 +20,18 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_hip
 
 from lattn_compile.formats.nvfp4.triton import LARGEST_GROUP, round_block_scale
 from lattn_compile.formats.nvfp4.triton import round_codes as round_nvfp4
 from lattn_compile.kernels.chunk_math import operand
-from lattn_compile.kernels.common.codec import rn16, round_codes, scales
+from lattn_compile.kernels.common.codec import rn16, round_codes
 
 __all__ = [
     "factors_of",
     "flipped_parts",
     "for_all",
+    "lanes",
     "largest",
     "load_site",
     "piece_of",
@@ -40,13 +42,58 @@ __all__ = [
     "store_site",
 ]
 
-_TINY = tl.constexpr((127 - 100) << 23)  # the bits of 2^-100
-_INFINITE = tl.constexpr(0x7F800000)
+_TINY = tl.constexpr(2.0**-100)
 _SIGN = tl.constexpr(-(2**31))
 _LARGEST_INT8 = tl.constexpr(127.0)
 _LARGEST_FP8 = tl.constexpr(448.0)
 _LARGEST_FP4 = tl.constexpr(6.0)
 _BLOCK = tl.constexpr(16)
+
+
+@triton.jit
+def reciprocal(x):
+    """`1 / x` as IEEE 754 rounds it, of x with 23 significant bits or fewer between 2^-120 and 2^120.
+
+    No branch, where a division has one for each number, and none of them waits for another: an estimate within one unit
+    of the last place and one step of Newton's, which Markstein proved to be right for these.
+    """
+    if is_hip():
+        return tl.div_rn(1.0, x)
+    else:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.fma(tl.fma(-x, y, 1.0), y, y)
+
+
+@triton.jit
+def quotient(x, y, inverse):
+    """`x / y` as IEEE 754 rounds it, inverse the reciprocal of y likewise (Markstein)."""
+    if is_hip():
+        return tl.div_rn(x, y)
+    else:
+        q = x * inverse
+        return tl.fma(tl.fma(-q, y, x), inverse, q)
+
+
+@triton.jit
+def scales(amax, LARGEST: tl.constexpr):
+    """`common/codec.py`'s, of magnitudes instead of their bits."""
+    finite = amax < float("inf")
+    live = (amax >= _TINY) & finite
+    scale = tl.where(live, rn16(quotient(amax, LARGEST, 1.0 / LARGEST)), 1.0)
+    inverse = tl.where(live, reciprocal(scale), 0.0)
+    zero = tl.where(live, _SIGN, 0).to(tl.float32, bitcast=True)
+    return tl.where(finite, scale, float("nan")), inverse, zero
+
+
+@triton.jit
+def _larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _amax(x, AXIS: tl.constexpr, KEEP: tl.constexpr):
+    """The largest magnitudes along AXIS, NaN where there is one."""
+    return tl.reduce(tl.abs(x), AXIS, _larger, keep_dims=KEEP)
 
 
 @triton.jit
@@ -60,31 +107,49 @@ def _along(x, AXIS: tl.constexpr):
 
 @triton.jit
 def _round_int8(x, AXIS: tl.constexpr):
-    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
+    amax = _amax(x, AXIS, False)
     scale, inverse, zero = scales(amax, _LARGEST_INT8)
     return _int8(tl.fma(x, _along(inverse, AXIS), _along(zero, AXIS))), scale
 
 
 @triton.jit
 def _round_fp8(x, AXIS: tl.constexpr):
-    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
+    amax = _amax(x, AXIS, False)
     scale, inverse, zero = scales(amax, _LARGEST_FP8)
     return e4m3(tl.fma(x, _along(inverse, AXIS), _along(zero, AXIS))), scale
 
 
 @triton.jit
 def e4m3(y):
-    """Scaled values, at most 448 (1 + 2^-16), to the nearest of E4M3's numbers, ties to even, fp16."""
-    return y.to(tl.float8e4nv).to(tl.float16)
+    """Scaled values, at most 448 (1 + 2^-16), to the nearest of E4M3's numbers, ties to even, fp16.
+
+    On CUDA in one piece: between two casts Triton would bring the bytes where a product wants them, lane by lane.
+    """
+    if is_hip():
+        return y.to(tl.float8e4nv).to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 codes; cvt.rn.satfinite.e4m3x2.f32 codes, $2, $1; cvt.rn.f16x2.e4m3x2 $0, codes; }",
+            "=r,r,r", [y], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
 def _round_nvfp4(x, AXIS: tl.constexpr):
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    group_amax = tl.max(tl.where(bits < _INFINITE, bits, 0), AXIS)
-    group = rn16(tl.div_rn(group_amax.to(tl.float32, bitcast=True), LARGEST_GROUP))
-    group = tl.where(group_amax >= _TINY, group, 1.0)
+    group = _group(_amax(_finite(x), AXIS, False))
     return _nvfp4_codes(x, group, AXIS), group
+
+
+@triton.jit
+def _finite(x):
+    """Magnitudes, 0 for those that are none."""
+    x = tl.abs(x)
+    return tl.where(x < float("inf"), x, 0.0)
+
+
+@triton.jit
+def _group(amax):
+    return tl.where(amax >= _TINY, rn16(quotient(amax, LARGEST_GROUP, 1.0 / LARGEST_GROUP)), 1.0)
 
 
 @triton.jit
@@ -103,12 +168,12 @@ def _nvfp4_codes(x, group, AXIS: tl.constexpr):
 @triton.jit
 def _nvfp4_blocks(x, AXIS: tl.constexpr, group):
     """Codes times their blocks' scales, fp16."""
-    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS, keep_dims=True)
-    finite = amax < _INFINITE
+    amax = _amax(x, AXIS, True)
+    finite = amax < float("inf")
     live = (amax >= _TINY) & finite
-    ratio = tl.div_rn(tl.div_rn(amax.to(tl.float32, bitcast=True), _LARGEST_FP4), group)
+    ratio = quotient(quotient(amax, _LARGEST_FP4, 1.0 / _LARGEST_FP4), group, reciprocal(group))
     block = tl.where(live, round_block_scale(ratio), 1.0)
-    inverse = tl.where(live, tl.div_rn(1.0, block * group), 0.0)
+    inverse = tl.where(live, reciprocal(block * group), 0.0)
     zero = tl.where(live, _SIGN, 0).to(tl.float32, bitcast=True)  # as in `common/codec.py`
     code, _ = round_nvfp4(tl.fma(x, inverse, zero))
     return (code * tl.where(finite, block, float("nan"))).to(tl.float16)
@@ -139,14 +204,14 @@ def _int8(y):
 
 @triton.jit
 def largest(pieces, FORMAT: tl.constexpr):
-    """Bits of the largest magnitudes of left operands `[G, m, n]` in pieces, for `factors_of`, `[G, m, 1]`."""
-    found = tl.zeros([pieces[0].shape[0], pieces[0].shape[1], 1], tl.int32)
+    """The largest magnitudes of left operands `[G, m, n]` in pieces, for `factors_of`, `[G, m, 1]`."""
+    found = tl.zeros([pieces[0].shape[0], pieces[0].shape[1], 1], tl.float32)
     if FORMAT != "":
         for i in tl.static_range(len(pieces)):
-            bits = pieces[i].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            x = pieces[i]
             if FORMAT == "nvfp4":
-                bits = tl.where(bits < _INFINITE, bits, 0)
-            found = tl.maximum(found, tl.max(bits, 2, keep_dims=True))
+                x = _finite(x)
+            found = _larger(found, _amax(x, 2, True))
     return found
 
 
@@ -160,7 +225,7 @@ def factors_of(amax, FORMAT: tl.constexpr):
     else:
         group = tl.full(amax.shape, 1.0, tl.float32)
         if FORMAT == "nvfp4":
-            group = tl.where(amax >= _TINY, rn16(tl.div_rn(amax.to(tl.float32, bitcast=True), LARGEST_GROUP)), 1.0)
+            group = _group(amax)
         return group, group, group
 
 
@@ -196,7 +261,7 @@ def site_again(x, scale, AXIS: tl.constexpr, FORMAT: tl.constexpr, LOW: tl.const
     """The operand that `site` made of a tensor of which `x` is some channels, given its factors."""
     if FORMAT == "int8" or FORMAT == "fp8_e4m3":
         # A tile without codes has scale 1, far above its values.
-        y = x * _along(tl.div_rn(1.0, scale), AXIS)
+        y = x * _along(reciprocal(scale), AXIS)
         if FORMAT == "int8":
             return (_int8(y),)
         else:
@@ -273,6 +338,33 @@ def _half(x):
         return x.to(tl.float16)
     else:
         return x
+
+
+@triton.jit
+def in_lanes(x, p):
+    """`x`, whose last axis is summed over, in the order in which a product of operands at `p` sums it.
+
+    Of 16 numbers a lane has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of what a product left in registers, and a product of
+    bytes wants four in a row there: so these are in a row, and no lane gives any to another.
+    """
+    if p.dtype.element_ty.primitive_bitwidth == 8:
+        if len(x.shape) == 2:
+            parts = tl.reshape(x, (x.shape[0], x.shape[1] // 16, 2, 4, 2))
+            return tl.reshape(tl.permute(parts, (0, 1, 3, 2, 4)), x.shape)
+        else:
+            parts = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 16, 2, 4, 2))
+            return tl.reshape(tl.permute(parts, (0, 1, 2, 4, 3, 5)), x.shape)
+    else:
+        return x
+
+
+@triton.jit
+def lanes(a, p):
+    """An operand in that order."""
+    out = ()
+    for i in tl.static_range(len(a)):
+        out = out + (in_lanes(a[i], p),)
+    return out
 
 
 @triton.jit

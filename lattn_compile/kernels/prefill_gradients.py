@@ -26,7 +26,7 @@ from lattn_compile.kernels.chunk_math import (
     product,
 )
 from lattn_compile.kernels.prefill_codec import flipped_parts, load_site, site, site_again, site_product
-from lattn_compile.kernels.prefill_pairs import head_weights
+from lattn_compile.kernels.prefill_heads import head_weights
 
 __all__ = ["grad_keys", "grad_reads", "grad_system"]
 

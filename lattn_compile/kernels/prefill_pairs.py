@@ -1,13 +1,13 @@
-"""What a chunk's tokens see of each other, of rounded keys and queries: sites `kk` and `qk`.
+"""What a chunk's tokens see of each other under a decay by channel, of rounded keys and queries: sites `kk` and `qk`.
 
 As `reference/prefill_pairs.py` has it,
 
     overlaps[i, j] = k_i . (w(j -> i) k_j)   for j <  i
     reads[i, j]    = q_i . (w(j -> i) k_j)   for j <= i
 
-A decay of whole heads stands outside of the products; rows are rounded once, and a program has TILE of them and all
-columns of their chunk. A decay by channel is inside: 16 rows meet each earlier 16 tokens at the rows' start, rounded
-there; among themselves they are exact, and halved again and again, as in `chunk_pairs.py`.
+The decay is inside: 16 rows meet each earlier 16 tokens at the rows' start, rounded there. Among themselves they are
+exact. Those of different halves meet in the middle; those of one half go pair by pair without a matrix product, which
+would want a middle of its own, with weights, parts and a layout, for every halving.
 """
 
 # mypy: allow-untyped-defs
@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_hip
 
 from lattn_compile.kernels.chunk_math import (
-    after_sum,
     block_tokens,
     gate_exp,
     held,
@@ -26,20 +26,20 @@ from lattn_compile.kernels.chunk_math import (
     load_rows,
     operand,
     product,
-    split_sum,
     summed,
 )
 from lattn_compile.kernels.chunk_pairs import halves
-from lattn_compile.kernels.common.inputs import no_more, rstd
-from lattn_compile.kernels.prefill_codec import flipped_parts, load_site, site, site_product, store_site
+from lattn_compile.kernels.common.inputs import rstd
+from lattn_compile.kernels.prefill_codec import flipped_parts, site, site_product
 
-__all__ = ["SUB_BLOCK", "head_weights", "overlaps_of_heads", "pairs_of_channels", "row_operand", "rows"]
+__all__ = ["SUB_BLOCK", "norm_of", "pairs_of_channels", "rows", "weights"]
 
 SUB_BLOCK = tl.constexpr(16)
+_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _norm(x, NORM: tl.constexpr):
+def norm_of(x, NORM: tl.constexpr):
     """What rows `x` are multiplied with: 1 where they stay as they are."""
     if NORM:
         x = x.to(tl.float32)
@@ -48,34 +48,16 @@ def _norm(x, NORM: tl.constexpr):
         return tl.full([x.shape[0]], 1.0, tl.float32)
 
 
-@triton.jit
-def _store_rows(x, factor, codes, scale, at, BT: tl.constexpr, FORMAT: tl.constexpr):
-    """Rows times their factors as a rounded left operand; an exact one stays where it is."""
-    if FORMAT != "":
-        BK: tl.constexpr = x.shape[1]
-        slot, channel = tl.arange(0, BT), tl.arange(0, BK)
-        a, a_scale = site(x.to(tl.float32) * factor[:, None], 1, FORMAT, False)
-        store_site(codes, at, slot[:, None] * BK + channel[None, :], a, BT * BK)
-        tl.store(scale + at * BT + slot, a_scale)
-
-
 @triton.jit(do_not_specialize=["skip", "H", "HV"])
 def rows(
-    q, k, g, beta, starts, lengths, offsets, owner, index, norms, strengths, factors, q_codes, q_scale, k_codes,
-    k_scale, read_codes, read_scale, skip,
-    q_token, q_head, q_channel, k_token, k_head, k_channel, g_token, g_head, beta_token, beta_head, H, HV,
-    K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr,
-    LOW: tl.constexpr, KK: tl.constexpr, QK: tl.constexpr,
+    q, k, beta, starts, lengths, offsets, owner, index, norms, strengths, skip, q_token, q_head, q_channel, k_token,
+    k_head, k_channel, beta_token, beta_head, H, HV,
+    K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """What a chunk's rows have by themselves.
 
     Args:
         norms: fp32 `[NB, H, 2, BT]`: what k is multiplied with, and q. strengths: fp32 `[NB, HV, BT]`: beta.
-        factors: unless DECAY is 2, fp32 `[NB, HV, 4, BT]`: the running sum of the gates in two numbers, as
-            `chunk_math.split_sum` has them, and the weights from the chunk's start and to its end.
-        q_codes, k_codes, read_codes: of these decays, `[NB, H, parts, BT, BK]`, rows of q and k rounded for qk, kk and
-            qk; q_scale and others: fp32 `[NB, H, BT]`. What a site does not round is None, and so is read_codes where
-            it would be k_codes.
 
     Grid: (NB * H,).
     """
@@ -86,106 +68,53 @@ def rows(
     at, slot = pid.to(tl.int64), tl.arange(0, BT)
     token, inside = block_tokens(owner, index, starts, lengths, offsets, block, skip, slot, BT, BT, 1)
     b_k = load_rows(k, token * k_token + i_key * k_head, inside, 0, k_channel, K, BK)
-    k_norm = _norm(b_k, NORM)
-    tl.store(norms + at * (2 * BT) + slot, k_norm)
-    if k_codes is not None:
-        _store_rows(b_k, k_norm, k_codes, k_scale, at, BT, KK)
-    if read_codes is not None:
-        _store_rows(b_k, k_norm, read_codes, read_scale, at, BT, QK)
     b_q = load_rows(q, token * q_token + i_key * q_head, inside, 0, q_channel, K, BK)
-    q_norm = _norm(b_q, NORM)
-    tl.store(norms + at * (2 * BT) + BT + slot, q_norm)
-    if q_codes is not None:
-        _store_rows(b_q, q_norm, q_codes, q_scale, at, BT, QK)
+    tl.store(norms + at * (2 * BT) + slot, norm_of(b_k, NORM))
+    tl.store(norms + at * (2 * BT) + BT + slot, norm_of(b_q, NORM))
     for ratio in range(HV // H):
         i_head = i_key * (HV // H) + ratio
-        head = block.to(tl.int64) * HV + i_head
-        tl.store(strengths + head * BT + slot, load_beta(beta, token, inside, beta_token, i_head, beta_head, BETA))
-        if DECAY < 2:
-            p = factors + head * (4 * BT) + slot
-            b_g = tl.zeros([BT], tl.float32)
-            if DECAY == 1:
-                b_g = held(tl.load(g + token * g_token + i_head * g_head, mask=inside, other=0.0))
-            coarse, fine = split_sum(b_g, False)
-            tl.store(p, coarse)
-            tl.store(p + BT, fine)
-            tl.store(p + 2 * BT, gate_exp(no_more(coarse + fine, 0.0), LOW))
-            tl.store(p + 3 * BT, gate_exp(no_more(after_sum(b_g), 0.0), LOW))
+        b_beta = load_beta(beta, token, inside, beta_token, i_head, beta_head, BETA)
+        tl.store(strengths + (block.to(tl.int64) * HV + i_head) * BT + slot, b_beta)
 
 
-@triton.jit
-def row_operand(
-    x, row, inside, x_channel, codes, scale, norm, at, slot, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
-    FORMAT: tl.constexpr, LOW: tl.constexpr,
+@triton.jit(do_not_specialize=["skip", "HV"])
+def weights(
+    g, starts, lengths, offsets, owner, index, from_start, to_end, whole, skip, g_token, g_head, g_channel, HV,
+    K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """Some slots' rows of q or k as a left operand, and their factors: of `rows`, or as they came, at `x + row`."""
-    if FORMAT == "":
-        b_x = load_rows(x, row, inside, 0, x_channel, K, BK)
-        return operand(b_x, LOW), tl.load(norm + slot)
-    else:
-        place = slot[:, None] * BK + tl.arange(0, BK)[None, :]
-        return load_site(codes, at, place, BT * BK, 1), tl.load(scale + at * BT + slot)
-
-
-@triton.jit
-def head_weights(factors, at, i, j, BT: tl.constexpr, LOW: tl.constexpr):
-    """`w(j -> i)` of slots i and j under a decay by head, 0 for j > i; at: number of the chunk and head."""
-    p = factors + at * (4 * BT)
-    total = (tl.load(p + i)[:, None] - tl.load(p + j)[None, :]) + (
-        tl.load(p + BT + i)[:, None] - tl.load(p + BT + j)[None, :]
-    )
-    within = j[None, :] <= i[:, None]
-    return gate_exp(tl.where(within, no_more(total, 0.0), float("-inf")), LOW)
-
-
-@triton.jit(do_not_specialize=["skip", "H", "HV"])
-def overlaps_of_heads(
-    k, starts, lengths, offsets, owner, index, norms, factors, codes, scale, overlaps, skip,
-    k_token, k_head, k_channel, H, HV,
-    K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr, KK: tl.constexpr,
-):  # fmt: skip
-    """Decay by head, or none.
+    """Of a decay by channel: each token's weights from its chunk's start and to its end, once for all who want them.
 
     Args:
-        k: `[M, H, K]`, any strides. norms, factors: of `rows`; codes, scale: its k_codes.
-        overlaps: fp32 `[NB, HV, BT, BT]`, zero on and above its diagonal. KK: the site's format.
+        g: `[M, HV, K]`. from_start, to_end: fp32 `[NB, HV, BT, BK]`. whole: fp32 `[NB, HV, BK]`, the whole chunk's.
+            BS: channels of a program, of one warp: sums over tokens stay in it.
 
-    Grid: (NB * H * BT / TILE,).
+    Grid: (NB * HV * BK / BS,).
     """
-    TILES: tl.constexpr = BT // TILE
-    tile, pid = tl.program_id(0) % TILES, tl.program_id(0) // TILES
-    block, i_key = pid // H, pid % H
+    first, pid = tl.program_id(0) % (BK // BS) * BS, tl.program_id(0) // (BK // BS)
+    block, i_head = pid // HV, pid % HV
     if tl.load(owner + block) < 0:
         return
-    at = pid.to(tl.int64)
-    i, j = tile * TILE + tl.arange(0, TILE), tl.arange(0, BT)
-    at_i, in_i = block_tokens(owner, index, starts, lengths, offsets, block, skip, i, BT, BT, 1)
-    at_j, in_j = block_tokens(owner, index, starts, lengths, offsets, block, skip, j, BT, BT, 1)
-    norm = norms + at * (2 * BT)
-    row_i, row_j = at_i * k_token + i_key * k_head, at_j * k_token + i_key * k_head
-    a, a_scale = row_operand(k, row_i, in_i, k_channel, codes, scale, norm, at, i, K, BK, BT, KK, LOW)
-    b, b_scale = row_operand(k, row_j, in_j, k_channel, codes, scale, norm, at, j, K, BK, BT, KK, LOW)
-    A = site_product(a, flipped_parts(b)) * (a_scale[:, None] * b_scale[None, :])
-    A = tl.where(j[None, :] < i[:, None], A, 0.0)
-    for ratio in range(HV // H):
-        i_head = i_key * (HV // H) + ratio
-        head = block.to(tl.int64) * HV + i_head
-        p = overlaps + head * (BT * BT) + i[:, None] * BT + j[None, :]
-        tl.store(p, A * head_weights(factors, head, i, j, BT, LOW))
+    at, slot, channel = pid.to(tl.int64), tl.arange(0, BT), first + tl.arange(0, BS)
+    token, inside = block_tokens(owner, index, starts, lengths, offsets, block, skip, slot, BT, BT, 1)
+    behind, follows = block_tokens(owner, index, starts, lengths, offsets, block, skip, slot + 1, BT, BT, 1)
+    p_g = g + i_head * g_head
+    b_g = held(load_rows(p_g, token * g_token, inside, first, g_channel, K, BS))
+    later = held(load_rows(p_g, behind * g_token, follows & (slot < BT - 1), first, g_channel, K, BS))
+    place = (at * BT + slot[:, None]) * BK + channel[None, :]
+    tl.store(from_start + place, gate_exp(tl.cumsum(b_g, 0), LOW))
+    tl.store(to_end + place, gate_exp(tl.cumsum(later, 0, reverse=True), LOW))
+    tl.store(whole + at * BK + channel, gate_exp(tl.sum(b_g, 0), LOW))
 
 
 @triton.jit
-def _level(P, A, q, k, g, HALF: tl.constexpr, SIZE: tl.constexpr, DELTA: tl.constexpr, LOW: tl.constexpr):
-    """Adds to `P` and `A` the pairs that the middle of 2 HALF tokens parts."""
-    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    weight = gate_exp(summed(halves(HALF, SIZE), g, LOW, False), LOW)
-    parted = (row // HALF == column // HALF + 1) & (row // HALF % 2 == 1)
-    o_k = operand(k * weight, LOW)
-    o_early = flipped_parts(o_k)
-    P += tl.where(parted, product(operand(q * weight, LOW), o_early), 0.0)
-    if DELTA:
-        A += tl.where(parted, product(o_k, o_early), 0.0)
-    return P, A
+def _decayed(x, LOW: tl.constexpr):
+    """`gate_exp`, below 2^-126 zero: two instructions a number instead of five."""
+    if LOW and not is_hip():
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * _LOG2E], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return gate_exp(x, LOW)
 
 
 @triton.jit(do_not_specialize=["scale", "skip", "H", "HV"])
@@ -195,15 +124,15 @@ def pairs_of_channels(
     K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, DELTA: tl.constexpr, LOW: tl.constexpr,
     KK: tl.constexpr, QK: tl.constexpr,
 ):  # fmt: skip
-    """Decay by channel, g `[M, HV, K]`. Others as in `overlaps_of_heads`.
-
-    Args:
-        reads: fp32 `[NB, HV, BT, BT]`. overlaps: None unless DELTA. KK, QK: the sites' formats. BS: channels at a
-            time, of exact pairs.
+    """Args:
+        q, k: `[M, H, K]`, g: `[M, HV, K]`, any strides. norms: of `rows`.
+        reads: fp32 `[NB, HV, BT, BT]`; overlaps likewise, without beta, zero on and above its diagonal; None unless
+            DELTA. KK, QK: the sites' formats. BS: channels at a time, of products of exact pairs.
 
     Grid: (NB * HV * BT / 16,).
     """
     SIZE: tl.constexpr = SUB_BLOCK
+    HALF: tl.constexpr = SIZE // 2
     TILES: tl.constexpr = BT // SIZE
     tile, pid = tl.program_id(0) % TILES, tl.program_id(0) // TILES
     block, i_head = pid // HV, pid % HV
@@ -211,45 +140,62 @@ def pairs_of_channels(
         return
     i_key = i_head // (HV // H)
     i = tl.arange(0, SIZE)
-    row, column = i[:, None], i[None, :]
     slot, channel = tile * SIZE + i, tl.arange(0, BK)
     token, inside = block_tokens(owner, index, starts, lengths, offsets, block, skip, slot, BT, BT, 1)
     row_q, row_k = token * q_token + i_key * q_head, token * k_token + i_key * k_head
     row_g = token * g_token + i_head * g_head
+    b_q = load_rows(q, row_q, inside, 0, q_channel, K, BK).to(tl.float32)
+    b_k = load_rows(k, row_k, inside, 0, k_channel, K, BK).to(tl.float32)
+    p_norm = norms + (block.to(tl.int64) * H + i_key) * (2 * BT)
+    k_norm, q_norm = tl.load(p_norm + slot), tl.load(p_norm + BT + slot)
+    p_reads = reads + pid.to(tl.int64) * (BT * BT) + slot * BT
+    p_overlaps = p_reads
+    if DELTA:
+        p_overlaps = overlaps + pid.to(tl.int64) * (BT * BT) + slot * BT
+
+    # Pairs that the middle of the 16 parts meet there; all others are of one half.
     P = tl.zeros([SIZE, SIZE], tl.float32)
     A = tl.zeros([SIZE, SIZE], tl.float32)
     for first in range(0, BK, BS):
         s_q = load_rows(q, row_q, inside, first, q_channel, K, BS).to(tl.float32)
         s_k = load_rows(k, row_k, inside, first, k_channel, K, BS).to(tl.float32)
         s_g = held(load_rows(g, row_g, inside, first, g_channel, K, BS))
-        P += tl.where(row == column, tl.sum(s_q * s_k, 1)[:, None], 0.0)
-        for step in tl.static_range(4):
-            P, A = _level(P, A, s_q, s_k, s_g, 8 >> step, SIZE, DELTA, LOW)
-    p_norm = norms + (block.to(tl.int64) * H + i_key) * (2 * BT)
-    k_norm, q_norm = tl.load(p_norm + slot), tl.load(p_norm + BT + slot)
-    P = P * (q_norm[:, None] * k_norm[None, :])
-    A = A * (k_norm[:, None] * k_norm[None, :])
-
-    p_reads = reads + pid.to(tl.int64) * (BT * BT) + slot[:, None] * BT
-    p_overlaps = p_reads
+        weight = gate_exp(summed(halves(HALF, SIZE), s_g, LOW, False), LOW)
+        o_k = operand(s_k * weight, LOW)
+        P += product(operand(s_q * weight, LOW), flipped_parts(o_k))
+        if DELTA:
+            A += product(o_k, flipped_parts(o_k))
+    parted = (i >= HALF)[:, None] & (i < HALF)[None, :]
+    place = tile * SIZE + i[None, :]
+    tl.store(p_reads[:, None] + place, tl.where(parted, P * (q_norm[:, None] * k_norm[None, :]), 0.0))
     if DELTA:
-        p_overlaps = overlaps + pid.to(tl.int64) * (BT * BT) + slot[:, None] * BT
+        tl.store(p_overlaps[:, None] + place, tl.where(parted, A * (k_norm[:, None] * k_norm[None, :]), 0.0))
+    tl.debug_barrier()  # other threads have these places next
+    since = tl.zeros([SIZE, BK], tl.float32)
+    for back in range(HALF):
+        # Each row and the one that many before it: the gates between are summed from one step to the next.
+        old = inside & (i % HALF >= back)
+        since += load_rows(g, row_g - (back - 1) * g_token, old & (back > 0), 0, g_channel, K, BK)
+        e_k = load_rows(k, row_k - back * k_token, old, 0, k_channel, K, BK).to(tl.float32) * _decayed(since, LOW)
+        at_j = slot - back
+        e_norm = tl.load(p_norm + at_j, mask=old, other=0.0)
+        tl.store(p_reads + at_j, tl.sum(b_q * e_k, 1) * (q_norm * e_norm), mask=old)
+        if DELTA:
+            tl.store(p_overlaps + at_j, tl.sum(b_k * e_k, 1) * (k_norm * e_norm), mask=old & (back > 0))
+
     later = gate_exp(tl.cumsum(held(load_rows(g, row_g, inside, 0, g_channel, K, BK)), 0), LOW)
-    b_q = load_rows(q, row_q, inside, 0, q_channel, K, BK).to(tl.float32)
-    b_k = load_rows(k, row_k, inside, 0, k_channel, K, BK).to(tl.float32)
     o_q, q_scale = site(b_q * q_norm[:, None] * later, 1, QK, LOW)
     o_k, k_scale = site(b_k * k_norm[:, None] * later, 1, KK, LOW)
     between = tl.zeros([BK], tl.float32)
-    for back in range(TILES):
-        # To the left of the diagonal from it on, then what is above it, all zeros.
+    for back in range(1, TILES):
+        # To the left of the diagonal, then what is above it, all zeros.
         other = tile - back
         if other < 0:
             other += TILES
         at_j = other * SIZE + i
-        if back > 0:
-            P = tl.zeros([SIZE, SIZE], tl.float32)
-            A = tl.zeros([SIZE, SIZE], tl.float32)
-        if (back > 0) & (back <= tile):
+        P = tl.zeros([SIZE, SIZE], tl.float32)
+        A = tl.zeros([SIZE, SIZE], tl.float32)
+        if back <= tile:
             token, inside = block_tokens(owner, index, starts, lengths, offsets, block, skip, at_j, BT, BT, 1)
             e_k = load_rows(k, token * k_token + i_key * k_head, inside, 0, k_channel, K, BK).to(tl.float32)
             # The gates behind each token, and the whole tile's.
@@ -267,6 +213,6 @@ def pairs_of_channels(
                 if KK != QK:
                     o_early, e_scale = site(e_k, 1, KK, LOW)
                 A = site_product(o_k, flipped_parts(o_early)) * (k_scale[:, None] * e_scale[None, :])
-        tl.store(p_reads + at_j[None, :], P)
+        tl.store(p_reads[:, None] + at_j[None, :], P)
         if DELTA:
-            tl.store(p_overlaps + at_j[None, :], A)
+            tl.store(p_overlaps[:, None] + at_j[None, :], A)

@@ -7,6 +7,7 @@ Needs nothing but torch and Triton, so that it runs on a bare machine: `python -
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -328,10 +329,11 @@ def _memory() -> list[Row]:
     return rows
 
 
-@_check("graph")
-def _graph() -> list[Row]:
+@_each("graph", (torch.float32, torch.bfloat16))
+def _graph(dtype: torch.dtype) -> list[Row]:
     """Forward and backward are recorded, wait for nothing, and replay with other lengths."""
-    call = _call(lengths=(200, 100)).inputs(torch.bfloat16)
+    most, few = ((200, 100), (7, 0)) if dtype is torch.float32 else ((2200,), (7,))
+    call = _call(lengths=most).inputs(dtype)
     call.both(chunk)
     grad_o = torch.randn_like(call.v)
 
@@ -347,7 +349,7 @@ def _graph() -> list[Row]:
         final, dstate = run(o, dv)
     torch.cuda.set_sync_debug_mode("default")
     rows = []
-    for lens in ((200, 100), (7, 0)):
+    for lens in (most, few):
         call.lengths.copy_(torch.tensor(lens))
         o.zero_(), dv.zero_()
         graph.replay()
@@ -360,18 +362,18 @@ def _graph() -> list[Row]:
 
 @_each("not a number", ("head", "channel"))
 def _not_a_number(decay: str) -> list[Row]:
-    """A gate that is NaN leaves no finite number behind it in its head, and none of the kind in others."""
+    """A gate that is NaN, or above 0, leaves no finite number behind it in its head, and none of the kind in others."""
     rows = []
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, gate in itertools.product((torch.float32, torch.bfloat16), (math.nan, 0.5)):
         call = _call(**SHORT | {"key_heads": 2, "ratio": 1, "decay": decay}).inputs(dtype)
         begin, end = int(call.starts[0]), int(call.starts[0] + call.lengths[0])
-        call.g[begin + 100, 0] = float("nan")
+        call.g[begin + 100, 0] = gate
         got = call.forward(chunk).tensors
         o, final = got["o"], got["final"]
         behind = o[begin + 100 : end, 0].isfinite().sum() + final[0, 0].isfinite().sum()
         other = (~o[begin:end, 1].isfinite()).sum() + (~final[1].isfinite()).sum() + (~final[0, 1].isfinite()).sum()
-        rows.append((f"{dtype}: finite numbers behind it", float(behind), 0.0))
-        rows.append((f"{dtype}: numbers of others that are not finite", float(other), 0.0))
+        rows.append((f"{dtype} {gate}: finite numbers behind it", float(behind), 0.0))
+        rows.append((f"{dtype} {gate}: numbers of others that are not finite", float(other), 0.0))
     return rows
 
 

@@ -24,10 +24,14 @@ def call_of(policy: Prefill, **options: Any) -> Call:
     return dataclasses.replace(call, options=call.options | {"prefill": policy})
 
 
-def off(call: Call, floor: float = 5e-6, *, backward: bool = False) -> dict[str, float]:
+def off(call: Call, floor: float = 5e-6, *, backward: bool = False, beside: bool = False) -> dict[str, float]:
     """Errors of a call against float64, in units of what is allowed: a tenth of what the policy changes, `floor` where
     it changes next to nothing, and twice what rounding to their own dtype costs. Rounding is not continuous: a code may
-    fall the other way."""
+    fall the other way.
+
+    Args:
+        beside: twice the error of the reference with these inputs is allowed, too, as semantics §8 has it of bf16.
+    """
 
     def run(c: Call, kernel: Any) -> Outcome:
         return c.backward(kernel) if backward else c.forward(kernel)
@@ -37,4 +41,6 @@ def off(call: Call, floor: float = 5e-6, *, backward: bool = False) -> dict[str,
     got = run(call, prefill)
     own = Outcome({name: x.to(got.tensors[name].dtype) for name, x in want.tensors.items()}).errors(want)
     own = {name: 2 * error if error > 1e-4 else 0.0 for name, error in own.items()}
-    return {name: e / (max(0.1 * changed[name], floor) + own[name]) for name, e in got.errors(want).items()}
+    theirs = run(call, reference).errors(want) if beside else dict.fromkeys(changed, 0.0)
+    allowed = {name: max(0.1 * changed[name], floor, 2 * theirs[name]) + own[name] for name in changed}
+    return {name: e / allowed[name] for name, e in got.errors(want).items()}
