@@ -15,9 +15,12 @@ once and lets them measure one after another when all are ready, or when half of
 
 Arms: `eager` (transformers as it is), `compile` and `compile-ro` (plain torch.compile, default and reduce-overhead),
 `ours` and `ours-ro` (this backend, policy exact), `ours-ro-early` (kernels begin before the one in front has ended),
-`ours-triton` (with kernel="triton": also what is not proven on a GPU yet). `--lower convolution` lets Inductor launch
-what is not proven in its module (`lattn_compile/lowering/gpu.py`: PROVEN). The floor of a step is the time to read the
-weights once and to read and write the states once, at the bandwidth of a copy that is measured in the same run.
+`ours-triton` (with kernel="triton": also what is not proven on a GPU yet). Of a training step also `torch`
+(transformers' own torch path) and `eager-unguarded`: flash-linear-attention refuses gated backwards on Hopper with
+Triton 3.4 to 3.7.0, where it knows its gradients to be wrong; with that guard off, they tell a time and nothing else.
+`--lower convolution` lets Inductor launch what is not proven in its module (`lattn_compile/lowering/gpu.py`: PROVEN).
+The floor of a step is the time to read the weights once and to read and write the states once, at the bandwidth of a
+copy that is measured in the same run.
 """
 
 from __future__ import annotations
@@ -71,7 +74,8 @@ def parts(sizes: Sizes) -> list[str]:
     """Names of all parts, the cheap ones first."""
     names = ["floor"]
     names += [f"decode/{arm}/{batch}" for batch in sizes.batches for arm in ARMS]
-    return names + [f"{what}/{arm}/1" for what in ("prefill", "train") for arm in ("eager", "ours", "ours-triton")]
+    names += [f"{what}/{arm}/1" for what in ("prefill", "train") for arm in ("eager", "ours", "ours-triton")]
+    return [*names, "train/torch/1", "train/eager-unguarded/1"]
 
 
 def build(sizes: Sizes, device: str, *, training: bool = False) -> Any:
@@ -113,7 +117,13 @@ def compiled(model: Any, arm: str, kernel: str) -> Callable[..., Any]:
     """`model` as the arm calls it."""
     import torch
 
-    if arm == "eager":
+    if arm == "torch":
+        alone()
+    if arm == "eager-unguarded":
+        from fla.ops.common import chunk_o
+
+        chunk_o.TRITON_ABOVE_3_7_1 = True
+    if arm in ("eager", "torch", "eager-unguarded"):
         return model  # type: ignore[no-any-return]
     fast = "-ro" in arm
     if arm.startswith("compile"):
@@ -127,6 +137,17 @@ def compiled(model: Any, arm: str, kernel: str) -> Callable[..., Any]:
     if arm.endswith("-early"):
         options["triton.enable_pdl"] = True
     return torch.compile(model, backend="lattn_compile", options=options)
+
+
+def alone() -> None:
+    """From here on, the model runs transformers' torch path, whatever else is installed."""
+    import inspect
+
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    for name, function in list(vars(module).items()):
+        if inspect.isfunction(function):
+            setattr(module, name, inspect.unwrap(function))
 
 
 def synchronize(device: str) -> None:

@@ -306,8 +306,8 @@ class CacheIdentity(CustomGraphPass):
         return None if any(not u for u in inner) else (self.identity, *inner)
 
 
-def configured_post_grad_pass(patches: dict[str, Any]) -> Any | None:
-    """The post-grad pass that user options or Inductor's global config ask for."""
+def configured_pass(name: str, patches: dict[str, Any]) -> Any | None:
+    """The custom pass of that name in Inductor's config that user options or its global config ask for."""
     from torch._inductor import config
 
-    return patches.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
+    return patches.get(name, getattr(config, name))

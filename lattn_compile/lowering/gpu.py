@@ -33,15 +33,17 @@ from lattn_compile.ops.decode import DecodeOptions, checkpoint_rows, empty_check
 from lattn_compile.ops.options import Options
 from lattn_compile.ops.validate import Geometry, Tensors
 
-__all__ = ["LOWERINGS", "PROVEN", "identity", "post_grad", "takes_decode", "traced"]
+__all__ = ["LOWERINGS", "PROVEN", "identity", "joint", "post_grad", "takes_decode", "traced"]
 
-PROVEN = frozenset({"decode", "chunk", "replay", "convolution", "projection", "attention", "causal", "products"})
+PROVEN = frozenset(
+    {"decode", "chunk", "replay", "convolution", "projection", "attention", "attend", "causal", "products", "sequence"}
+)
 """What was seen to be right on a GPU in this form, by which of `tests/gpu/lowering_checks.py`. Of the ops, "decode"
 (call, in place, model), "chunk" (call, prefill, training) and "replay" (call): a policy's kernel="auto" gets these so,
-"triton" all. Of what stands around them, "convolution" and "projection" (model), "attention" (attention) and "products"
-(few rows) are what a decode step may take along (`gpu_fold.py`, `gpu_attention.py`, `gpu_products.py`). "causal"
-(attention causal) is a prefill's mask that is said to be. Not taken without asking: "sequence", the convolution of a
-whole sequence (`gpu_conv.py`), whose results have been laid out otherwise since it was seen there (prefill, training).
+"triton" all. Of what stands around them, "convolution" and "projection" (model), "attention" and "attend" (attention)
+and "products" (few rows) are what a decode step may take along (`gpu_fold.py`, `gpu_attention.py`, `gpu_products.py`).
+"causal" (attention causal) is a prefill's mask that is said to be, "sequence" (prefill, training) the convolution of a
+whole sequence (`gpu_conv.py`).
 """
 
 _ONE_PIECE = 32
@@ -54,7 +56,8 @@ def _is_triton(form: str, t: Tensors, geometry: Geometry, shared: Options) -> bo
     """Whether the call, its exact prefix included, is launches of Triton kernels and nothing else, of known sizes."""
     if t.q.device.type != "cuda" or not (form in PROVEN or shared.implementation == "triton"):
         return False
-    if not isinstance(geometry.tokens, int) or (geometry.tokens != 1 and not isinstance(geometry.sequences, int)):
+    sizes = (geometry.tokens, geometry.heads, geometry.value_heads, geometry.key_dim, geometry.value_dim)
+    if not all(isinstance(n, int) for n in (*sizes, *([] if geometry.tokens == 1 else [geometry.sequences]))):
         return False
     if shared.gate is not None:  # Inductor keeps nothing of a cast there and back
         return False
@@ -189,16 +192,22 @@ LOWERINGS: tuple[tuple[Any, Callable[..., Any], str, Callable[[Tensors, dict[str
 """Op, decomposition, kernel as reports name it, and whether a call is taken."""
 
 
+def joint(graph: torch.fx.Graph) -> None:
+    """What is done to a graph of forward and backward, or of a forward alone, before it is parted."""
+    from lattn_compile.lowering import gpu_attention
+
+    if "causal" in PROVEN:
+        gpu_attention.say_causal(graph)
+
+
 def post_grad(graph: torch.fx.Graph) -> None:
     """What the launches in a graph need of it, behind all other passes."""
     from lattn_compile.lowering import _torch_triton as private
     from lattn_compile.lowering import gpu_attention, gpu_fold
     from lattn_compile.lowering.gpu_memory import keep_inputs
 
-    if "causal" in PROVEN:
-        gpu_attention.say_causal(graph)
     if "attention" in PROVEN:
-        gpu_attention.share_keys(graph)
+        gpu_attention.share_keys(graph, launched="attend" in PROVEN)
     if "sequence" in PROVEN and private.launches(graph):
         from lattn_compile.lowering.gpu_conv import fold_sequences
 

@@ -2,7 +2,8 @@
 
 Of one new token: a model whose query heads share key heads repeats keys and values for them in front of the call, which
 with a mask knows no other way, and that copy is most of the work. But the query heads of a group, which see the same
-keys under the same mask, are to the library as good as that many tokens of one head: the same sums.
+keys under the same mask, are to the library as good as that many tokens of one head: the same sums. So they are to a
+kernel made for it (`kernels/attend_step.py`), for the sizes that it has.
 
 Of a prefill: a model that is traced makes a causal mask of numbers, which nobody can look at then. Where it is made of
 nothing but sizes it can be looked at here, and "causal" said instead, which reads no mask and skips half of the work.
@@ -23,6 +24,7 @@ __all__ = ["say_causal", "share_keys"]
 
 _aten = torch.ops.aten
 _ATTENTION = _aten._scaled_dot_product_cudnn_attention.default
+_BACKWARD = _aten._scaled_dot_product_cudnn_attention_backward.default
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 
 _SHUT = -65504.0
@@ -33,21 +35,26 @@ _MOST_SCORES, _MOST_STEPS = 1 << 26, 64
 """Of a mask that is computed to be looked at: its numbers, and the operations that it is made of."""
 
 
-def share_keys(graph: fx.Graph) -> int:
-    """Lets attention of one token in `graph` read keys and values that were repeated for it as they were before;
-    returns how many calls. A pass behind all others (`post_grad_custom_post_pass`)."""
+def share_keys(graph: fx.Graph, *, launched: bool) -> int:
+    """Lets attention of one token in `graph` read keys and values that were repeated for it as they were before, by a
+    kernel of ours with `launched`; returns how many calls. A pass behind all others
+    (`post_grad_custom_post_pass`)."""
     found = 0
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         if (shared := _shared(node)) is not None:
-            _replace(graph, node, *shared)
+            _replace(graph, node, *shared, launched=launched)
             found += 1
     return found
 
 
 def say_causal(graph: fx.Graph) -> int:
-    """Takes masks from attention in `graph` that are causal whatever the inputs are; returns from how many calls."""
+    """Takes masks from attention in `graph` that are causal whatever the inputs are; returns from how many calls.
+
+    On the graph of forward and backward: behind their partition, a mask is an input of the latter.
+    """
     found, known = 0, dict[fx.Node, bool]()
-    for node in graph.find_nodes(op="call_function", target=_ATTENTION):
+    calls = [x for op in (_ATTENTION, _BACKWARD) for x in graph.find_nodes(op="call_function", target=op)]
+    for node in calls:
         given = _given(node)
         mask = given["attn_bias"]
         if not isinstance(mask, fx.Node) or given["is_causal"]:
@@ -72,9 +79,10 @@ def _is_causal(mask: fx.Node) -> bool:
     value = _computed(mask)
     if value is None:
         return False
-    lower = torch.ones(shape[2:], dtype=torch.bool).tril_()
-    value = value[0, 0]
-    return bool(((value == 0) == lower).all() and ((value <= _SHUT) == ~lower).all())
+    with private.real_tensors():
+        lower = torch.ones(shape[2:], dtype=torch.bool).tril_()
+        value = value[0, 0]
+        return bool(((value == 0) == lower).all() and ((value <= _SHUT) == ~lower).all())
 
 
 def _computed(node: fx.Node) -> Tensor | None:
@@ -121,12 +129,15 @@ def _shared(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         return None
     if query.meta["val"].shape[2] != 1:
         return None
-    if mask is not None and (mask.meta["val"].dim() != 4 or mask.meta["val"].shape[1:3] != (1, 1)):
-        return None
     keys, values = _repeated(key), _repeated(value)
     if keys is None or values is None or keys.meta["val"].shape[:2] != values.meta["val"].shape[:2]:
         return None
-    if not all(isinstance(n, int) for x in (query, keys, values) for n in x.meta["val"].shape):
+    sized = [x.meta["val"] for x in (query, keys, values, mask) if x is not None]
+    if not all(isinstance(n, int) for x in sized for n in x.shape):
+        return None
+    batch, _, length, _ = keys.meta["val"].shape
+    # A mask may also be one number for all keys, or one for each head.
+    if mask is not None and tuple(sized[-1].shape) not in ((1, 1, 1, length), (batch, 1, 1, length)):
         return None
     return keys, values
 
@@ -151,11 +162,19 @@ def _repeated(node: fx.Node) -> fx.Node | None:
     return one.args[0] if wide.meta["val"].shape[:2] == x.shape[:2] else None  # type: ignore[return-value]
 
 
-def _replace(graph: fx.Graph, node: fx.Node, keys: fx.Node, values: fx.Node) -> None:
+def _replace(graph: fx.Graph, node: fx.Node, keys: fx.Node, values: fx.Node, *, launched: bool) -> None:
+    from lattn_compile.kernels import attend_step
+
     given = _given(node)
     query, mask, scale = (given[name] for name in ("query", "attn_bias", "scale"))
     batch, heads, _, dim = query.meta["val"].shape
-    groups = keys.meta["val"].shape[1]
+    groups, value_dim = keys.meta["val"].shape[1], values.meta["val"].shape[3]
+    launched = launched and attend_step.supports(heads // groups, dim, value_dim, query.meta["val"].dtype)
+
+    def launch(query: Tensor, keys: Tensor, values: Tensor, *mask: Tensor) -> Tensor:
+        bias = mask[0][:, 0, 0] if mask else None
+        o = attend_step.forward(query[:, :, 0], keys, values, bias, dim**-0.5 if scale is None else scale)
+        return o.unsqueeze(2)
 
     def call(query: Tensor, keys: Tensor, values: Tensor, *mask: Tensor) -> Tensor:
         rows = query.reshape(batch, groups, heads // groups, dim)
@@ -166,7 +185,7 @@ def _replace(graph: fx.Graph, node: fx.Node, keys: fx.Node, values: fx.Node) -> 
         return o.reshape(batch, heads, 1, o.shape[-1])
 
     nodes = [query, keys, values, *([] if mask is None else [mask])]
-    new = private.inserted(graph, node, call, nodes)
+    new = private.inserted(graph, node, launch if launched else call, nodes)
     for user in list(node.users):
         user.replace_all_uses_with(new)
         graph.erase_node(user)

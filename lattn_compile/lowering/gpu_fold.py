@@ -320,7 +320,9 @@ def _convolution(node: fx.Node) -> _Convolution | None:
     if inputs is None or stored is None or inputs.device.type != "cuda" or inputs.dtype not in _FLOATS:
         return None
     # Weights may be computed: of a layer that is cut by heads they are put in order here.
-    if past.op != "placeholder" or not all(x.is_contiguous() and x.dtype is inputs.dtype for x in (inputs, stored)):
+    if past.op != "placeholder" or joined in _made_of(memory):
+        return None
+    if not all(x.is_contiguous() and x.dtype is inputs.dtype for x in (inputs, stored)):
         return None
     sequences, channels, kept = inputs.shape
     if not isinstance(sequences, int) or taps.shape[2] - 1 > kept or channels != groups:
@@ -335,6 +337,14 @@ def _convolution(node: fx.Node) -> _Convolution | None:
     active = silu(last)
     by_channel = bias if isinstance(bias, fx.Node) else None
     return _Convolution(joined, active or last, moved[0], new_inputs, past, memory, by_channel, active is not None)
+
+
+def _made_of(node: fx.Node) -> set[fx.Node]:
+    """What `node` is computed from."""
+    found, above = set[fx.Node](), [node]
+    while above:
+        above = [x for y in above for x in y.all_input_nodes if x not in found and not found.add(x)]  # type: ignore[func-returns-value]
+    return found
 
 
 def _nodes(x: Any) -> list[fx.Node]:

@@ -1,39 +1,43 @@
 """What compiled graphs promise whose ops are launches of our kernels in Inductor's module (`lowering/gpu.py`).
 
-Checked on a GPU, against float64 and against the ops themselves. Needs torch and Triton; the checks of a model need
-transformers.
+Checked on a GPU, against float64 and against the ops themselves; of whole models in `lowering_models.py`. Needs torch
+and Triton; the checks of a model need transformers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
-import lattn_compile as lc
 from lattn_compile.backend import lattn_compile
 from lattn_compile.lowering import gpu
-from tests.gpu.checks import Checks, Row
+from tests.gpu.checks import Row
+from tests.gpu.lowering_models import (
+    CHECKS,
+    EXACT,
+    MODES,
+    PROVEN,
+    RECORDING,
+    calls_of_ops,
+    clear,
+    error,
+    recorded,
+)
 from tests.ops.cases import inputs, options
 
 __all__ = ["CHECKS"]
 
-CHECKS = Checks("lowering ")
 _check, _each = CHECKS.check, CHECKS.each
 
-EXACT = 2e-5
-"""Of a result's largest value: fp32 sums in another order, and the kernels' own products."""
-
 HALF = 2.0**-8
-_PROVEN = gpu.PROVEN
-MODES = ("default", "reduce-overhead")
-_RECORDING = ("reduce-overhead", "max-autotune")
 
 CALLS: dict[str, dict[str, Any]] = {
     "decode": {"op": "decode", "tokens": 1, "qk_l2norm": True},
@@ -88,19 +92,9 @@ def _results(call: Callable[..., Any], arguments: list[Any], gradients: bool) ->
     return [x.detach().double().cpu() for x in results]
 
 
-def _error(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max() / b.abs().max())
-
-
-def _ops(code: str) -> float:
-    """Calls of ops in generated code, without those of a codec, which stay what they are, and what a comment says."""
-    said = "\n".join(line for line in code.splitlines() if not line.startswith("#"))
-    return float(said.count("torch.ops.lattn.") - said.count("torch.ops.lattn.qdq_state."))
-
-
 @_each("call", CALLS)
 def _call(name: str) -> list[Row]:
-    _clear()
+    clear()
     op, tensors, keywords, gradients = _case(name)
     there = [x if x is None else x.cuda() for x in tensors]
 
@@ -115,9 +109,11 @@ def _call(name: str) -> list[Row]:
     ]
     # Encoded checkpoints stay the op's: a kernel writes them through two views of one buffer.
     kept = op is torch.ops.lattn.decode.default and gradients and keywords.get("write", "exact") != "exact"
-    rows += [("calls of ops", _ops(code), 0.0) for code in codes[kept:]]
+    rows += [("calls of ops", calls_of_ops(code), 0.0) for code in codes[kept:]]
     names = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
-    for what, mine, own in zip(names, got, _results(call, there, gradients), strict=False):
+    with _as_in_graphs():
+        called = _results(call, there, gradients)
+    for what, mine, own in zip(names, got, called, strict=False):
         if tensors[0].shape[1] > 1:
             rows.append((f"{what} unlike the op's", float((mine != own).sum()), 0.0))
         elif keywords.get("write", "exact") != "exact":  # one token is a kernel of its own: a code may flip
@@ -127,14 +123,17 @@ def _call(name: str) -> list[Row]:
         want = _results(lambda *x: op(*x, **keywords, implementation="reference"), wide, gradients)
         for what, mine, right in zip(names, got, want, strict=False):
             rounded = tensors[0].dtype is not torch.float32 and what != "state"
-            rows.append((what, _error(mine, right), HALF if rounded else EXACT * (5 if what.startswith("d") else 1)))
+            rows.append((what, error(mine, right), HALF if rounded else EXACT * (5 if what.startswith("d") else 1)))
     return rows
 
 
-def _clear() -> None:
-    torch._dynamo.reset()
-    counters.clear()
-    gpu.PROVEN = _PROVEN
+@contextlib.contextmanager
+def _as_in_graphs() -> Iterator[None]:
+    """Inside, a call of the op launches the kernels that a graph does: of bf16 inputs, none in Gluon."""
+    from lattn_compile.kernels import chunk_fine
+
+    with mock.patch.object(chunk_fine, "loops", lambda: None):
+        yield
 
 
 @_each(
@@ -144,7 +143,7 @@ def _clear() -> None:
 def _in_place(which: str) -> list[Row]:
     """A hundred steps of three layers on states that a cache holds, beside the ops called one by one."""
     mode, write = which.split()
-    _clear()
+    clear()
     keywords = options("decode", "exact" if write == "exact" else "token", qk_l2norm=True)
     if write == "int8":
         keywords["state_format"] = "int8/*x64"
@@ -180,69 +179,16 @@ def _in_place(which: str) -> list[Row]:
         else:
             o, code = run_and_get_code(compiled, "triton", states, *now)
         want = step("triton", own, *now)
-        worst = max(worst, _error(o, want))
+        worst = max(worst, error(o, want))
     bound = 1e-5 if write == "exact" else 2e-3
     return [
         ("o", worst, bound),
-        ("state", max(_error(x, y) for x, y in zip(states, own, strict=True)), 1e-5 if write == "exact" else 2e-2),
+        ("state", max(error(x, y) for x, y in zip(states, own, strict=True)), 1e-5 if write == "exact" else 2e-2),
         ("states that moved", float(at != [x.data_ptr() for x in states]), 0.0),
         ("graphs", float(len(code)), 1.0),
-        ("calls of ops", _ops(code[0]), 0.0),
+        ("calls of ops", calls_of_ops(code[0]), 0.0),
         ("graphs skipped", float(counters["inductor"]["cudagraph_skips"]), 0.0),
-        ("graphs not recorded", float(mode in _RECORDING and not _recorded()), 0.0),
-    ]
-
-
-def _recorded() -> bool:
-    """Whether a CUDA graph was recorded for the current device."""
-    from torch._inductor import cudagraph_trees
-
-    manager = cudagraph_trees.get_container(torch.cuda.current_device()).tree_manager
-    return manager is not None and manager.new_graph_id().id > 0
-
-
-@_each("model", [f"{mode} {policy}" for mode in MODES for policy in ("exact", "int8")])
-def _model(which: str) -> list[Row]:
-    """Steps of a small model through transformers' `StaticCache`, beside the same policy on the reference kernels, or
-    beside the model itself."""
-    from transformers import StaticCache
-
-    from tests import tiny_models
-
-    mode, policy = which.split()
-    _clear()
-    model, layers = tiny_models.build("qwen3_next")
-    model.cuda().requires_grad_(False)
-    ids = torch.randint(2, 97, (3, 9), generator=torch.Generator().manual_seed(1)).cuda()
-    steps = 100
-
-    def chosen(kernel: str) -> lc.Policy:
-        return lc.Policy(write=lc.Exact(), kernel=kernel) if policy == "exact" else lc.Policy(lc.Int8(), kernel=kernel)
-
-    def run(call: Callable[..., Any]) -> list[Tensor]:
-        cache = StaticCache(config=model.config, max_cache_len=128)
-        logits = [model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1]]
-        for i in range(steps):
-            torch.compiler.cudagraph_mark_step_begin()
-            token = (ids[:, :1] + i) % 95 + 2
-            logits.append(call(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1].clone())
-        return logits
-
-    def ours(kernel: str, mode: str) -> Callable[..., Any]:
-        torch._dynamo.reset()
-        return torch.compile(model, backend=lattn_compile, options={"policy": chosen(kernel), "mode": mode})
-
-    with torch.no_grad():
-        want = run(model if policy == "exact" else ours("auto", "default"))
-        got = run(ours("triton", mode))
-    report = lc.last_report()
-    kernels = [] if report is None else [s.kernel for s in report.sites]
-    errors = [_error(a, b) for a, b in zip(got, want, strict=True)]
-    return [
-        ("logits", max(errors), 1e-3 if policy == "exact" else 0.1),
-        ("sites unlike", float(kernels != ["triton"] * layers), 0.0),
-        ("graphs skipped", float(counters["inductor"]["cudagraph_skips"]), 0.0),
-        ("graphs not recorded", float(mode in _RECORDING and not _recorded()), 0.0),
+        ("graphs not recorded", float(mode in RECORDING and not recorded()), 0.0),
     ]
 
 
@@ -252,7 +198,7 @@ def _few_rows(which: str) -> list[Row]:
 
     "early": with kernels that begin before the one in front has ended, in a CUDA graph that is replayed.
     """
-    _clear()
+    clear()
     count, *early = which.split()
     rng = torch.Generator().manual_seed(0)
     hidden, wide, rows = 512, 1024, int(count)
@@ -288,23 +234,25 @@ def _few_rows(which: str) -> list[Row]:
     return [
         ("replays unlike the first", worst, 0.0),
         ("waits missing", float(bool(early) and "gdc_wait" not in code), 0.0),
-        ("o", _error(got.double(), want), 1.5 * _error(own.double(), want) + EXACT),
+        ("o", error(got.double(), want), 1.5 * error(own.double(), want) + EXACT),
         ("products of a library", float(code.count("extern_kernels.mm(")), 0.0),
         ("pairs apart", float("silu" in "".join(re.findall(r"triton_poi\w+\.run", code))), 0.0),
     ]
 
 
-@_each("attention", [1, 3, 40])
-def _attention(batch: int) -> list[Row]:
-    """One token over keys that heads share, under a mask, beside float64."""
-    _clear()
+@_each("attention", ["1", "3", "40", "3 of 5000 keys", "1 by a library", "40 by a library"])
+def _attention(which: str) -> list[Row]:
+    """One token over keys that heads share, under a mask, beside float64: by our kernel, or by a library's."""
+    clear()
+    gpu.PROVEN = PROVEN - {"attend"} if "library" in which else PROVEN
+    batch, keys = int(which.split()[0]), 5000 if "5000" in which else 256
     rng = torch.Generator().manual_seed(batch)
-    q, *kv = (torch.randn(batch, h, t, 256, generator=rng) for h, t in ((16, 1), (2, 256), (2, 256)))
-    past = torch.randint(1, 256, (batch,), generator=rng).cuda()
+    q, *kv = (torch.randn(batch, h, t, 256, generator=rng) for h, t in ((16, 1), (2, keys), (2, keys)))
+    past = torch.randint(1, keys, (batch,), generator=rng).cuda()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, past: Tensor) -> Tensor:
-        k, v = (x[:, :, None].expand(-1, -1, 8, -1, -1).reshape(batch, 16, 256, 256) for x in (k, v))
-        mask = torch.arange(256, device="cuda") <= past[:, None, None, None]
+        k, v = (x[:, :, None].expand(-1, -1, 8, -1, -1).reshape(batch, 16, keys, 256) for x in (k, v))
+        mask = torch.arange(keys, device="cuda") <= past[:, None, None, None]
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     given = [x.bfloat16().cuda() for x in (q, *kv)]
@@ -313,16 +261,16 @@ def _attention(batch: int) -> list[Row]:
     with torch.no_grad():
         got, (code,) = run_and_get_code(torch.compile(attend, backend=lattn_compile), *given, past)
     return [
-        ("o", _error(got.double(), want), 1.5 * _error(own.double(), want) + EXACT),
+        ("o", error(got.double(), want), 1.5 * error(own.double(), want) + EXACT),
         ("repeated", float("clone" in "".join(re.findall(r"triton_poi\w+\.run", code))), 0.0),
+        ("calls of a library", float("cudnn_attention" in code), float("library" in which)),
     ]
 
 
 @_check("attention causal")
 def _causal() -> list[Row]:
     """A prefill under a mask that a traced model makes of sizes, beside float64."""
-    _clear()
-    gpu.PROVEN = _PROVEN | {"causal"}
+    clear()
     rng = torch.Generator().manual_seed(0)
     given = [torch.randn(2, 4, 300, 128, generator=rng).bfloat16().cuda() for _ in range(3)]
 
@@ -335,90 +283,61 @@ def _causal() -> list[Row]:
     with torch.no_grad():
         got, (code,) = run_and_get_code(torch.compile(attend, backend=lattn_compile), *given)
     return [
-        ("o", _error(got.double(), want), 1.5 * _error(own.double(), want) + EXACT),
+        ("o", error(got.double(), want), 1.5 * error(own.double(), want) + EXACT),
         ("masks", float("None, False, 0.0, True" not in code), 0.0),
     ]
 
 
-def _qwen3_next(dtype: torch.dtype, *, trained: bool) -> Any:
-    from tests import tiny_models
+@_each("convolution", ["float32", "bfloat16"])
+def _convolution(which: str) -> list[Row]:
+    """A short convolution of a sequence and its gradients, beside float64 and the operation."""
+    clear()
+    dtype, rng = getattr(torch, which), torch.Generator().manual_seed(0)
+    given = [torch.randn(2, 150, 512, generator=rng), torch.randn(512, 1, 4, generator=rng) / 2]
 
-    model, _ = tiny_models.build("qwen3_next")
-    return model.cuda().to(dtype).train(trained).requires_grad_(trained)
+    def results(call: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        x, weight = (y.to(dtype).cuda().requires_grad_() for y in given)
+        y = call(x, weight)
+        weights = torch.linspace(-1.0, 1.0, y.numel(), dtype=torch.float64, device="cuda").view(y.shape).to(dtype)
+        return [y.detach().double(), *(g.double() for g in torch.autograd.grad((y * weights).sum(), [x, weight]))]
 
+    def convolve(x: Tensor, weight: Tensor) -> Tensor:
+        y = torch.nn.functional.conv1d(x.transpose(1, 2), weight, padding=3, groups=512)[..., :150]
+        return torch.nn.functional.silu(y).transpose(1, 2)
 
-def _long(model: Any, which: str) -> Callable[..., Any]:
-    """`model` compiled with the recurrence on Triton, and its convolution, or "apart" by a library."""
-    _clear()
-    gpu.PROVEN = _PROVEN if "apart" in which else _PROVEN | {"causal", "sequence"}
-    policy = lc.Policy(write=lc.Exact(), kernel="triton")
-    return torch.compile(model, backend=lattn_compile, options={"policy": policy})
-
-
-@_each("prefill", ["exact", "exact, convolved apart"])
-def _prefill(which: str) -> list[Row]:
-    """Logits of 150 tokens, beside the model in float64."""
-    ids = torch.randint(2, 97, (2, 150), generator=torch.Generator().manual_seed(1)).cuda()
-    with torch.no_grad():
-        want = _qwen3_next(torch.float64, trained=False)(input_ids=ids, use_cache=False).logits
-        model = _qwen3_next(torch.float32, trained=False)
-        own = model(input_ids=ids, use_cache=False).logits
-        got, (code,) = run_and_get_code(_long(model, which), input_ids=ids, use_cache=False)
-    return [
-        ("logits", _error(got.logits.double(), want), 2 * _error(own.double(), want) + EXACT),
-        ("calls of ops", _ops(code), 0.0),
-        (
-            "convolutions of a library",
-            float(code.count("extern_kernels.convolution(")),
-            3.0 if "apart" in which else 0.0,
-        ),
-    ]
+    given = [x.to(dtype) for x in given]
+    want, own = results(convolve, torch.float64), results(convolve, dtype)
+    compiled = torch.compile(convolve, backend=lattn_compile, fullgraph=True)
+    got, codes = run_and_get_code(results, compiled, dtype)
+    rows = [(n, error(a, w), 2 * error(b, w) + EXACT) for n, a, b, w in zip("yxw", got, own, want, strict=True)]
+    library = sum(code.count("convolution(") + code.count("convolution_backward.default(") for code in codes)
+    return [*rows, ("convolutions of a library", float(library), 0.0)]
 
 
-@_each("training", ["exact", "exact, convolved apart"])
-def _training(which: str) -> list[Row]:
-    """Loss and gradients of every parameter, beside the model in float64."""
-    ids = torch.randint(2, 97, (2, 150), generator=torch.Generator().manual_seed(1)).cuda()
+@_each("any size", ["batch", "of all in a step", "length"])
+def _any_size(which: str) -> list[Row]:
+    """One graph for every batch of a decode step, which launches, and for all sizes of one, or every length of a
+    prefill, which call the op."""
+    clear()
+    form = "chunk" if which == "length" else "decode"
+    keywords = options(form, "exact", qk_l2norm=True)
 
-    def step(model: Any, call: Callable[..., Any]) -> tuple[float, dict[str, Tensor]]:
-        loss = call(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return float(loss), {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    def call(*given: Tensor) -> Any:
+        return getattr(torch.ops.lattn, form)(*given, *[None] * 4, **keywords, implementation="triton")[:2]
 
-    wide, model = _qwen3_next(torch.float64, trained=True), _qwen3_next(torch.float32, trained=True)
-    loss, want = step(wide, wide)
-    own = step(model, model)[1]
-    model.zero_grad(set_to_none=True)
-    (mine, got), codes = run_and_get_code(step, model, _long(model, which))
-
-    def off(grads: dict[str, Tensor], name: str) -> float:
-        return float((grads[name] - want[name]).norm() / want[name].norm())
-
-    worst = max(off(got, name) / (off(own, name) + EXACT) for name in want)
-    return [
-        ("loss", abs(mine - loss) / loss, EXACT),
-        ("gradients, of eager's own distance", worst, 4.0),
-        ("parameters without", float(want.keys() != got.keys()), 0.0),
-        *(("calls of ops", _ops(code), 0.0) for code in codes),
-    ]
-
-
-@_check("package")
-def _package() -> list[Row]:
-    """A decode step compiled ahead of time, its state in a buffer, beside the module itself."""
-    from lattn_compile.lowering.export import to_aten
-    from tests.lowering.test_export import _draw, _Layer
-
-    torch.manual_seed(0)
-    layer = _Layer().cuda().requires_grad_(False)
-    steps = [tuple(x.cuda() for x in _draw(1, seed)) for seed in range(4)]
-    program = to_aten(lc.rewrite(torch.export.export(layer, steps[0], strict=False), "exact").module)
-    launched = sum("triton_kernel" in str(node.target) for node in program.graph.nodes)
-    with tempfile.TemporaryDirectory() as folder:
-        fast = {"aot_inductor.compile_wrapper_opt_level": "O0"}
-        path = torch._inductor.aoti_compile_and_package(
-            program, package_path=f"{folder}/step.pt2", inductor_configs=fast
-        )
-        package = torch._inductor.aoti_load_package(path)
-        errors = [_error(package(*x), layer(*x)) for x in steps]
-    return [("o", max(errors), 1e-5), ("launches missing", float(launched == 0), 0.0)]
+    compiled = torch.compile(call, backend=lattn_compile, fullgraph=True, dynamic=None if which == "batch" else True)
+    rows: list[Row] = []
+    codes: list[str] = []
+    for size in (3, 5, 70):
+        shape = {"batch": 2, "tokens": size} if which == "length" else {"batch": size, "tokens": 1}
+        tensors = inputs(heads=2, value_heads=4, key_dim=128, value_dim=128, dtype=torch.float32, **shape)
+        given = [x.cuda() for x in tensors]
+        for x in given if which == "batch" else []:
+            torch._dynamo.mark_dynamic(x, 0)
+        if codes:
+            got = compiled(*given)
+        else:
+            got, codes = run_and_get_code(compiled, *given)  # which forgets what was compiled before
+        rows += [(f"{what} of {size}", error(a, b), 1e-5) for what, a, b in zip("os", got, call(*given), strict=True)]
+    calls = (calls_of_ops(codes[0]) > 0) is not (which != "batch")
+    return [*rows, ("graphs", float(counters["stats"]["unique_graphs"]), 1.0), ("op unlike", float(calls), 0.0)]

@@ -18,6 +18,7 @@ from lattn_compile.kernels.chunk_pairs import pairs_head
 from lattn_compile.kernels.decode_forward import advance
 from lattn_compile.lowering import gpu
 from lattn_compile.lowering._torch_triton import self_contained
+from lattn_compile.lowering.gpu_attention import say_causal
 from tests.kernels.offline import build
 from tests.lowering.cuda_codegen import fake_cuda, generated, kernels_in
 
@@ -132,9 +133,8 @@ def test_a_short_convolution_moves_its_inputs_on_where_they_lie_and_takes_a_prod
     assert build(convolve.launch(), "sm_90").stack == 0
 
 
-def test_a_sequence_is_convolved_as_its_projection_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_is_convolved_as_its_projection_lies() -> None:
     """Into a prefill's keys, queries and values, `silu` and all, in one kernel; and channels stay neighbours."""
-    monkeypatch.setattr(gpu, "PROVEN", gpu.PROVEN | {"sequence"})
     new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     channels, tokens, dim = (2 * HEADS + VALUE_HEADS) * 128, 100, 128
     x, matrix, weight = (
@@ -164,8 +164,7 @@ def test_a_sequence_is_convolved_as_its_projection_lies(monkeypatch: pytest.Monk
     assert built.stack == 0 and built.text.count("ld.global.v4") == 16, "four taps of a tile, sixteen bytes a read"
 
 
-def test_the_gradients_of_a_convolution_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "PROVEN", gpu.PROVEN | {"sequence"})
+def test_the_gradients_of_a_convolution_are_kernels() -> None:
     new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     x, grad, weight = torch.empty(2, 40, 256, **new), torch.empty(2, 43, 256, **new), torch.empty(256, 1, 4, **new)
 
@@ -181,7 +180,7 @@ def test_the_gradients_of_a_convolution_are_kernels(monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_attention_of_one_token_reads_keys_once() -> None:
+def test_attention_of_one_token_reads_keys_once(monkeypatch: pytest.MonkeyPatch) -> None:
     new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     q, k, v = (
         torch.empty(BATCH, 8, 1, 64, **new),
@@ -197,8 +196,20 @@ def test_attention_of_one_token_reads_keys_once() -> None:
 
     attend.causal = False  # type: ignore[attr-defined]
     (code,) = generated(attend, q, k, v, mask)
+    assert "cudnn_attention" not in code
+    (kernel,) = [x for x in kernels_in(code) if x.is_ours]
+    (launch,) = kernel.launches
+    views = re.sub(r"reinterpret_tensor\((arg\d+_1), .*?\), \d+\)", r"\1", launch)
+    assert re.match(r"(arg\d+_1, ){4}buf0, ", views), "all is read where the caller has it"
+    assert build(kernel.launch(), "sm_90").stack == 0
+    monkeypatch.setattr(gpu, "PROVEN", gpu.PROVEN - {"attend"})
+    (code,) = generated(attend, q, k, v, mask)
     (call,) = re.findall(r"_scaled_dot_product_cudnn_attention\.default\((.*)\)", code)
     assert re.search(r", arg\d+_1, arg\d+_1, ", call), "keys and values are the caller's own"
+    (code,) = generated(attend, q, k, v, mask[..., :1])
+    assert not re.search(r"cudnn_attention\.default\(.*, arg\d+_1, arg\d+_1, ", code), (
+        "a mask of one number for all keys"
+    )
     attend.causal = True  # type: ignore[attr-defined]
     (code,) = generated(attend, q, k, v, mask)
     assert not re.search(r"cudnn_attention\.default\(.*, arg\d+_1, arg\d+_1, ", code), "of a group, heads are no tokens"
@@ -215,8 +226,7 @@ def test_attention_of_one_token_reads_keys_once() -> None:
         ("shorter", -65504.0),
     ],
 )
-def test_a_mask_that_is_causal_is_said_to_be(monkeypatch: pytest.MonkeyPatch, change: str, shut: float) -> None:
-    monkeypatch.setattr(gpu, "PROVEN", gpu.PROVEN | {"causal"})
+def test_a_mask_that_is_causal_is_said_to_be(change: str, shut: float) -> None:
     new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     q, k, v = (torch.empty(BATCH, 4, 32, 64, **new) for _ in range(3))
     first = torch.empty(1, device="cuda", dtype=torch.long)
@@ -236,6 +246,31 @@ def test_a_mask_that_is_causal_is_said_to_be(monkeypatch: pytest.MonkeyPatch, ch
     (code,) = generated(attend, q, k, v, first)
     (call,) = re.findall(r"_scaled_dot_product_cudnn_attention\.default\((.*)\)", code)
     assert ("None, False, 0.0, True" in call) == (change in ("", "moved") and shut != -9.0)
+
+
+def test_a_causal_mask_is_said_to_be_in_the_backward_too() -> None:
+    aten = torch.ops.aten
+    graph = torch.fx.Graph()
+    query, key, value, grad, out, total, seed, offset = (graph.placeholder(x) for x in "qkvdoltf")
+    at = graph.call_function(aten.arange.default, (32,))
+    seen = graph.call_function(aten.le.Tensor, (at, graph.call_function(aten.unsqueeze.default, (at, 1))))
+    numbers = [graph.call_function(aten.full.default, ([], x)) for x in (0.0, -65504.0)]
+    mask = graph.call_function(aten.where.self, (seen, *numbers))
+    mask = graph.call_function(aten.view.default, (mask, [1, 1, 32, 32]))
+    mask.meta["val"] = torch.empty(1, 1, 32, 32, device="meta")
+    forward = graph.call_function(
+        aten._scaled_dot_product_cudnn_attention.default, (query, key, value, mask, True), {"scale": 0.1}
+    )
+    backward = graph.call_function(
+        aten._scaled_dot_product_cudnn_attention_backward.default,
+        (grad, query, key, value, out, total, seed, offset, mask, None, None, 32, 32, 0.0, False),
+        {"scale": 0.1},
+    )
+    graph.output((forward, backward))
+    assert say_causal(graph) == 2
+    assert forward.args == (query, key, value, None, True, 0.0, True, False)
+    assert backward.args == (grad, query, key, value, out, total, seed, offset, None, None, None, 32, 32, 0.0, True)
+    assert forward.kwargs == backward.kwargs == {"scale": 0.1}
 
 
 def _gated(x: Tensor, state: Tensor, qkv: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -280,6 +315,23 @@ def test_kernels_that_begin_early_wait_before_they_read() -> None:
         else:
             body = kernel.source[kernel.source.index("@triton.jit") :]
             assert body.index("gdc_wait") < body.index("tl.load")
+
+
+def test_a_step_of_any_batch_is_launched_and_one_of_all_sizes_unknown_calls_the_op() -> None:
+    def call(*given: Tensor) -> Any:
+        return torch.ops.lattn.decode(*given, *[None] * 4, scale=1.0)[:2]
+
+    new: dict[str, Any] = {"device": "cuda"}
+    q, k = (torch.empty(3, 1, HEADS, 128, **new) for _ in range(2))
+    v, gates = torch.empty(3, 1, VALUE_HEADS, 128, **new), [torch.empty(3, 1, VALUE_HEADS, **new) for _ in range(2)]
+    given = [q, k, v, *gates, torch.empty(3, VALUE_HEADS, 128, 128, **new)]
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        (code,) = generated(call, *given)
+    assert "torch.ops.lattn.decode" in code and not [x for x in kernels_in(code) if x.is_ours]
+    for x in given:
+        torch._dynamo.mark_dynamic(x, 0)
+    (code,) = generated(call, *given)
+    assert [x.name for x in kernels_in(code) if x.is_ours] == ["step_0"]
 
 
 def test_nothing_unproven_is_launched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
