@@ -10,11 +10,11 @@ with flash-linear-attention's kernels where it is installed; `compile`, its stat
 (`CompileConfig(backend="lattn_compile")`), with `quantize_cache` storing packed states for every policy but exact.
 Prefill is transformers' own in every arm.
 
-Every part is a process: all compile side by side, then measure one after another. Decoding is the difference between
-two generated lengths of one static cache, so that prefill, set-up and the recording of CUDA graphs cancel. Peak memory
-is what torch has allocated at most while decoding, weights included. Prefill is not measured: kernels of
-flash-linear-attention that would be tuned for minutes take their first configuration (none of a decode step is tuned),
-and this backend's arms leave the prefill to transformers' torch code.
+Every part is a process: they compile side by side, `--jobs` at a time, then measure one after another. Decoding is the
+difference between two generated lengths of one static cache, so that prefill, set-up and the recording of CUDA graphs
+cancel. Peak memory is what torch has allocated at most while decoding, weights included. Prefill is not measured:
+kernels of flash-linear-attention that would be tuned for minutes take their first configuration (none of a decode step
+is tuned), and this backend's arms leave the prefill to transformers' torch code.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ def policies() -> dict[str, Any]:
         "fp8 token": lc.Policy(lc.Fp8()),
         "nvfp4 token": lc.Policy(lc.Nvfp4()),
         "int8 replay 8": lc.Policy(lc.Int8(), write=lc.Replay(8)),
+        "fp8 two-precision 16": lc.Policy(write=lc.TwoPrecision(16)),
     }
 
 
 def parts(tiny: bool) -> list[str]:
-    batches = (1, 2) if tiny else (1, 64)
+    batches = {"shaped": (1, 2), "trained": (1, 2)} if tiny else {"shaped": (1, 64, 256), "trained": (1, 64)}
     arms = ("eager", "compile", *policies())
-    return [f"{model}/{arm}/{batch}" for model in ("shaped", "trained") for arm in arms for batch in batches]
+    return [f"{model}/{arm}/{batch}" for model in batches for arm in arms for batch in batches[model]]
 
 
 def load(model: str, args: argparse.Namespace) -> Any:
@@ -145,6 +146,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     row |= {"ms": 1e3 * step, "tokens_per_s": batch / step, "rounds": len(took)}
     row["weights_gb"] = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
     row["states_gb_fp32"] = 4e-9 * batch * _values(model)
+    out = model.generate(ids, stopping_criteria=[Stop(4)], return_dict_in_generate=True, **options)
+    row["states_gb"] = 1e-9 * _state_bytes(out)
     if arm not in ("eager", "compile"):
         import lattn_compile as lc
 
@@ -171,6 +174,13 @@ def _tune_nothing() -> None:
     Autotuner.__init__ = first
 
 
+def _state_bytes(out: Any) -> int:
+    """What the recurrent states of the cache behind `out` really take."""
+    from lattn_compile.integrations.transformers import cache_bytes
+
+    return cache_bytes(out["cache"] if out.get("cache") is not None else out["past_key_values"])["recurrent"]
+
+
 def _values(model: Any) -> int:
     """Of the recurrent states of a sequence."""
     c = model.config
@@ -179,24 +189,44 @@ def _values(model: Any) -> int:
 
 
 def run_together(args: argparse.Namespace, wanted: list[str], begin: Callable[..., Any] = subprocess.Popen) -> None:
-    """All parts at once; those that are ready when four fifths of the time are over measure."""
-    end = time.monotonic() + args.seconds
+    """Compiles all parts, some at a time, then lets them measure one after another.
+
+    Those that are not ready when the seconds for compiling are over are cut.
+    """
+    started = time.monotonic()
+    end, late = started + args.seconds, started + min(args.compiling or 0.55 * args.seconds, args.seconds)
+    waiting = list(wanted)
     with tempfile.TemporaryDirectory() as folder:
         if args.lock is not None:
             args.lock.touch()
             (Path(folder) / "lock").symlink_to(args.lock.resolve())
         environment = {**os.environ, TURNS: folder, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
         running: dict[str, Any] = {}
-        for name in wanted:
+
+        def start(name: str) -> None:
             log = (Path(folder) / f"{name.replace('/', '-')}.log").open("w+")
             command = [sys.executable, "-m", "benchmarks.generate", "--part", name, "--out", str(args.out)]
             command += ["--device", args.device, "--commit", args.commit, *(["--tiny"] if args.tiny else [])]
             command += ["--checkpoint", str(args.checkpoint)] if args.checkpoint is not None else []
             running[name] = begin(command, env=environment, stdout=log, stderr=log), log
+
+        def is_ready(process: Any) -> bool:
+            return (Path(folder) / f"{process.pid}.ready").exists()
+
         go = Path(folder) / "go"
-        while running and time.monotonic() < end:
-            ready = [(Path(folder) / f"{process.pid}.ready").exists() for process, _ in running.values()]
-            if all(ready) or time.monotonic() > end - 0.45 * args.seconds:
+        while (running or waiting) and time.monotonic() < end:
+            compiling = [name for name, (process, _) in running.items() if not is_ready(process)]
+            while waiting and len(compiling) < args.jobs:
+                compiling.append(waiting.pop(0))
+                start(compiling[-1])
+            if not go.exists() and (not compiling or time.monotonic() > late):
+                for name in compiling:
+                    process, _ = running.pop(name)
+                    process.kill()
+                    process.wait()
+                if compiling or waiting:
+                    print(f"not ready: {', '.join(compiling + waiting)}", flush=True)
+                waiting.clear()
                 go.touch()
             for name, (process, log) in list(running.items()):
                 if process.poll() is not None:
@@ -219,20 +249,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="a file of lines of JSON, one a part")
     parser.add_argument("--part", help="one part, in this process")
-    parser.add_argument("--only", nargs="+", default=[], help="beginnings of names of parts")
+    parser.add_argument("--only", nargs="+", default=[], help="beginnings of names of parts, in that order")
     parser.add_argument("--checkpoint", type=Path, help="of the trained model")
     parser.add_argument("--commit", default="", help="of the results")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--lock", type=Path, help="a file that is locked while something is timed, also by others")
     parser.add_argument("--seconds", type=float, default=110.0, help="for all parts")
+    parser.add_argument("--compiling", type=float, help="of them for compiling, at most; 0.55 by default")
+    parser.add_argument("--jobs", type=int, default=64, help="parts that compile at a time")
     args = parser.parse_args()
     if args.part:
         add_row(args.out, measure(args.part, args))
         return
     there = {name for name, row in read_rows(args.out).items() if "refused" not in row}
-    wanted = [p for p in parts(args.tiny) if not args.only or p.startswith(tuple(args.only))]
-    run_together(args, [p for p in wanted if p not in there])
+    wanted = [p for beginning in args.only or [""] for p in parts(args.tiny) if p.startswith(beginning)]
+    run_together(args, [p for p in dict.fromkeys(wanted) if p not in there])
 
 
 if __name__ == "__main__":

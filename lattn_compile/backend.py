@@ -33,6 +33,7 @@ from lattn_compile.errors import (
 )
 from lattn_compile.history import last_report, reports
 from lattn_compile.lowering import _torch_frames as frames
+from lattn_compile.lowering import _torch_kept as kept
 from lattn_compile.lowering import _torch_private as private
 from lattn_compile.lowering import gpu
 from lattn_compile.lowering._torch_trace import Untraceable, set_grad_enabled, trace_before_autograd
@@ -94,6 +95,8 @@ def _compile(
     training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
     left_alone, refused = _take_left_alone()
     verify = bool(options.get("verify", True))
+    if not training and kept.records(patches):
+        _keep_or_record(gm, patches)
     context = PassContext(
         gm, recipe, training, left_alone, refused, verify=verify, live=True, resumed=private.resumes_a_frame()
     )
@@ -114,15 +117,25 @@ def _compile(
     compiled_so_far = history.current()
     _speak(context, report, recipe, strict, compiled_so_far)
     history.note(compiled_so_far, report)
-    inner = private.configured_post_grad_pass(patches)
     identity = f"{source_hash()}:{_policies_fingerprint(context)}:{gpu.identity()}"
-    patches["post_grad_custom_post_pass"] = _PostGrad(identity, inner)
+    for name, kind in (("joint_custom_post_pass", _Joint), ("post_grad_custom_post_pass", _PostGrad)):
+        patches[name] = kind(identity, private.configured_pass(name, patches))
     compiled = private.compile_with_inductor(gm, [*inputs, *context.appended.values()], patches, DECOMPOSITIONS)
     if _depends_on_the_phase(context):
         compiled = _with_lengths(compiled, context)
     report.seconds = time.perf_counter() - started
     log.info("%s", report.summary())
     return compiled
+
+
+def _keep_or_record(gm: fx.GraphModule, patches: dict[str, Any]) -> None:
+    """A graph that leaves tensors in objects is not recorded as a CUDA graph, which would take them back: a prefill, a
+    cache that grows, the first step of a packed state. One that only writes to what was there is."""
+    if stored := kept.kept_outputs(gm.graph):
+        patches["triton.cudagraphs"] = False
+        log.info("no CUDA graph: %d new tensors stay in objects (%s, ...)", len(stored), stored[0].name)
+    else:
+        kept.fix_written_attributes(gm.graph)
 
 
 @contextlib.contextmanager
@@ -139,6 +152,14 @@ def values_known(context: PassContext, inputs: Sequence[Any]) -> Iterator[None]:
         for module in (given, context.module):
             for node in module.graph.find_nodes(op="placeholder"):
                 node.meta.pop(VALUE, None)
+
+
+class _Joint(private.CacheIdentity):
+    """What this backend runs on a graph before forward and backward are parted."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        super().__call__(graph)
+        gpu.joint(graph)
 
 
 class _PostGrad(private.CacheIdentity):

@@ -8,13 +8,19 @@ layer runs, so it does not matter who made the cache.
 
 What a prefill leaves is staged exact. The first decode step hands it over and releases it. A later call of several
 tokens is a prefill again, from what a reader sees, unless the cache is recording its past: then it verifies drafts.
+
+An eager prefill, which is what `generate()` makes for a static cache, also stores what will be handed over, so that
+every compiled step finds its tensors where the next one does: CUDA graphs may record them, whoever compiles them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Iterator, Mapping
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +29,10 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer, 
 
 from lattn_compile.attach import attached_recipe
 from lattn_compile.carry import Call
-from lattn_compile.errors import LattnError, StateError, UnsupportedError, reason
+from lattn_compile.errors import LattnError, LattnWarning, StateError, UnsupportedError, reason
 from lattn_compile.integrations import assisted
+from lattn_compile.lowering._torch_kept import fix_address
+from lattn_compile.packed import serving
 from lattn_compile.packed.layout import call_of
 from lattn_compile.packed.state import QuantizedState
 from lattn_compile.passes import capture
@@ -36,6 +44,9 @@ __all__ = ["PackedCaches", "PackedLayer", "cache_bytes", "packed_cache", "quanti
 
 _SITE = "_lattn_packed_site"
 _CACHES = "_lattn_packed_caches"  # of a model: the `PackedCaches` in force
+_PREPARE = "prepare_inputs_for_generation"
+# By name, because Dynamo of torch 2.11 does not trace through an object's `__dict__`.
+_OF_A_LAYER = tuple(name for name in vars(LinearAttentionLayer()) if name != "recurrent_states")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +89,8 @@ class PackedLayer(LinearAttentionLayer):
             states[state_idx] = state
             self.is_recurrent_states_initialized[state_idx] = True
         state.stage(recurrent_states, seen=self.seen)
+        if not torch.compiler.is_compiling():
+            _settle(state, recurrent_states)
         return state
 
     def _states(self) -> dict[int, Any]:
@@ -112,6 +125,14 @@ class PackedLayer(LinearAttentionLayer):
             if state is not None and state.verifies != (drafts and self.has_previous_state[i]):
                 state.verifies = drafts and self.has_previous_state[i]
 
+    def begin(self, tokens: int) -> None:
+        """Before a call of that many tokens, in eager code: a suffix releases what the prefill left exact."""
+        if tokens != 1 and (not self.record_past or self.prefills):
+            return
+        for i, state in self._states().items():
+            if state is not None and state.encoded and self.has_previous_state[i]:
+                state.hand_over(state.heads, state.rule)
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._each(lambda x: x.repeat_interleave(repeats, 0))
 
@@ -123,6 +144,20 @@ class PackedLayer(LinearAttentionLayer):
             for i, x in states.items():
                 if x is not None:
                     states[i] = fn(x)
+
+
+def _settle(state: QuantizedState, final: Tensor) -> None:
+    """Stores what is staged, and marks the tensors as having a place of their own: a CUDA graph may write to them."""
+    made = serving.noted(final)
+    if made is not None and made[2] and state.exact is not None:
+        state.exact = state.exact.double()
+    if made is not None or state.heads is not None:
+        heads, rule = (state.heads, state.rule) if made is None else made[:2]
+        assert heads is not None
+        state.encode(heads, rule)
+        for name, x in state.held().items():
+            if name != "exact":
+                fix_address(x)
 
 
 class PackedCaches:
@@ -142,6 +177,7 @@ class PackedCaches:
                 self._hooks.append((module, module.register_forward_pre_hook(_before, with_kwargs=True)))
         if all(site is not None for _, site in sites):
             assisted.allow(model)
+        self._begins = _begin_between_calls(model)
         object.__setattr__(model, _CACHES, self)
         # Dynamo guards no hook that was added since: code compiled before would go on without it.
         torch.compiler.reset()
@@ -155,6 +191,8 @@ class PackedCaches:
             return
         self.model.__dict__.pop(_CACHES)
         assisted.forbid(self.model)
+        if self._begins is not None and self.model.__dict__.get(_PREPARE) == self._begins:
+            self.model.__dict__.pop(_PREPARE)
         for module, hook in self._hooks:
             hook.remove()
             module.__dict__.pop(_SITE)
@@ -181,7 +219,7 @@ def quantize_cache(model: nn.Module, recipe: Recipe | Policy | Mapping[str, Any]
 
     `generate()`, Dynamic and Static caches, beams, and a cache that the caller made work as before, in eager code and
     under `torch.compile`. Calls without a cache (training) are not touched. Call it again to change the recipe, with
-    "exact" to store fp32.
+    "exact" to store fp32: what was there before is removed, and does not come back when the new one is.
 
     Args:
         model: a model of transformers with layers of linear attention.
@@ -243,6 +281,13 @@ def packed_cache(
 
 def _uncompiled(model: nn.Module) -> nn.Module:
     """The module that `torch.compile(model)` wraps, whose paths recipes speak of and whose `generate` runs."""
+    if not isinstance(model, nn.Module):
+        raise LattnError(
+            "model",
+            got=type(model).__name__,
+            want="a model of transformers",
+            remedy="Pass the model itself, not its config or its cache.",
+        )
     inner = model._modules.get("_orig_mod")
     return model if inner is None else inner
 
@@ -279,6 +324,13 @@ def _sites(
                 remedy=reason("HEADS_CUT").remedy,
             )
         sites.append((module, None if policy is None else _site(name, policy, number)))
+    if all(site is None for _, site in sites):
+        warnings.warn(
+            f"the recipe has no policy for any layer of this model ({found[0][0]}/{found[0][2]}#0, ...): its caches "
+            "hold tensors as before",
+            LattnWarning,
+            stacklevel=3,
+        )
     return sites
 
 
@@ -305,6 +357,33 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             yield module.__dict__.get("_lattn_path", path), module, kinds.pop()
 
 
+def _begin_between_calls(model: nn.Module) -> types.MethodType | None:
+    """`generate()` prepares every call in eager code. There the exact state can be released, and the first decoded
+    token is then a step like all others: for compilers one graph, not two. None where it cannot be done."""
+    prepare = getattr(type(model), _PREPARE, None)
+    if prepare is None or _PREPARE in model.__dict__:
+        return None
+    # A bound method: copies of the model prepare their own calls.
+    made = model.__dict__[_PREPARE] = types.MethodType(_prepared(prepare), model)
+    return made
+
+
+@functools.cache
+def _prepared(prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(prepare)
+    def prepared(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = prepare(model, *args, **kwargs)
+        cache = inputs.get("cache", inputs.get("past_key_values"))
+        tokens = inputs.get("input_ids")
+        tokens = inputs.get("inputs_embeds") if tokens is None else tokens
+        for layer in getattr(cache, "layers", ()):
+            if isinstance(layer, PackedLayer) and tokens is not None:
+                layer.begin(tokens.shape[1])
+        return inputs
+
+    return prepared
+
+
 def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a layer runs: its cache layer is a packed one."""
     cache = kwargs.get("cache", kwargs.get("cache_params"))
@@ -329,9 +408,8 @@ def _packed(layer: Any, site: Site) -> PackedLayer:
         )
     made = PackedLayer(site, layer.number_of_states)
     dense = dict(layer.recurrent_states)
-    for name, value in layer.__dict__.items():
-        if name != "recurrent_states":
-            made.__dict__[name] = value
+    for name in _OF_A_LAYER:
+        setattr(made, name, getattr(layer, name))
     for i in dense:
         made.is_recurrent_states_initialized[i] = False
     for i, state in dense.items():

@@ -33,7 +33,19 @@ from lattn_compile.ring import Ring
 from lattn_compile.site_policy import Policy
 from lattn_compile.state import EncodedState
 
-__all__ = ["Carried", "Heads", "call_of", "compute_dtype", "empty", "handed_over", "names", "pack", "shapes", "unpack"]
+__all__ = [
+    "Carried",
+    "Heads",
+    "call_of",
+    "compute_dtype",
+    "empty",
+    "handed_over",
+    "heads_of",
+    "names",
+    "pack",
+    "shapes",
+    "unpack",
+]
 
 Carried = Tensor | EncodedState | ReplayState
 
@@ -50,6 +62,12 @@ class Heads(NamedTuple):
     V: int
     decay: str = "none"
     has_beta: bool = False
+
+
+def heads_of(q: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None) -> Heads:
+    """Of a call's tensors `[B, T, ...]`."""
+    decay = "none" if g is None else "head" if g.dim() == 3 else "channel"
+    return Heads(q.shape[2], v.shape[2], q.shape[3], v.shape[3], decay, beta is not None)
 
 
 def call_of(policy: Policy) -> Call:

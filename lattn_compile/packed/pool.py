@@ -21,6 +21,7 @@ from torch import Tensor
 from lattn_compile.errors import DtypeError, SequenceError, ShapeError, StateError
 from lattn_compile.packed.layout import Heads
 from lattn_compile.packed.state import QuantizedState
+from lattn_compile.policy import PRESETS
 from lattn_compile.site_policy import Policy
 from lattn_compile.state import nbytes
 
@@ -44,12 +45,26 @@ class Snapshot:
         return sum(row.nbytes for row in self.rows.values()) + nbytes(*self.exact.values())
 
 
+def _checked(name: str, site: object) -> tuple[Policy, Heads]:
+    policy, heads = site if isinstance(site, tuple) and len(site) == 2 else (None, None)
+    policy = PRESETS.get(policy) if isinstance(policy, str) else policy
+    if not isinstance(policy, Policy) or not isinstance(heads, Heads):
+        raise StateError(
+            f"sites[{name!r}]",
+            got=repr(site),
+            want=f"a policy, or one of {', '.join(PRESETS)}, and the layer's Heads",
+            remedy="(lc.Policy(...), lattn_compile.packed.layout.Heads(H, HV, K, V, decay, beta)).",
+        )
+    return policy, heads
+
+
 class StatePool:
     """Slots of packed states, `[slots, HV, ...]` for each site.
 
     Args:
-        sites: by name, the policy and the sizes of each layer's recurrence; the order numbers the sites for stochastic
-            rounding. rules: by name, where the rule is not "delta".
+        sites: by name, the policy (or a preset's name) and the sizes of each layer's recurrence, an
+            `lattn_compile.packed.layout.Heads`; the order numbers the sites for stochastic rounding. rules: by name,
+            where the rule is not "delta".
         slots: how many sequences may live at a time. v_first: codes lie in memory as `[slots, HV, V, K]`.
 
     Raises:
@@ -70,7 +85,8 @@ class StatePool:
             raise StateError("slots", got=repr(slots), want="an int of at least 1", remedy="One slot a live sequence.")
         self.slots, self.device, self.dtype = slots, torch.device(device), dtype
         self._states: dict[str, QuantizedState] = {}
-        for number, (name, (policy, heads)) in enumerate(sites.items()):
+        for number, (name, site) in enumerate(sites.items()):
+            policy, heads = _checked(name, site)
             state = QuantizedState(policy, site_id=number)
             rule = (rules or {}).get(name, "delta")
             self._states[name] = state.allocate(heads, slots, device=device, dtype=dtype, rule=rule, v_first=v_first)
@@ -79,6 +95,13 @@ class StatePool:
         self._staged: dict[int, tuple[dict[str, Tensor], int]] = {}
 
     def __getitem__(self, site: str) -> QuantizedState:
+        if site not in self._states:
+            raise StateError(
+                "site",
+                got=repr(site),
+                want=f"one of {', '.join(self._states)}",
+                remedy="The names that the pool was made with.",
+            )
         return self._states[site]
 
     def __iter__(self) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +12,14 @@ from torch import Tensor
 
 from lattn_compile import phase
 from lattn_compile.errors import PhaseError, StateError
+from lattn_compile.packed.layout import Heads, heads_of
 from lattn_compile.packed.state import QuantizedState
 from lattn_compile.recurrence import Recurrence
 
-__all__ = ["carries", "refuse_call", "serve"]
+__all__ = ["carries", "note", "noted", "refuse_call", "serve"]
+
+_LAST = threading.local()
+"""`made`, of this thread's last eager call of a library: a weak reference to its final state, and what made it."""
 
 
 def carries(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -30,6 +36,21 @@ def refuse_call(name: str, why: str) -> StateError:
         want="a call that has an exact counterpart",
         remedy="Drop that option, or hold this layer's state dense.",
     )
+
+
+def note(out: Any, call: Recurrence | str, rule: str) -> None:
+    """Remembers what the final state of a library's eager call was made by, until the next such call."""
+    final = out[1] if isinstance(out, tuple) and len(out) > 1 else None
+    if isinstance(call, str) or call.state_v_first or call.normalize or not isinstance(final, Tensor):
+        return
+    double = any(x is not None and x.dtype is torch.float64 for x in (call.q, call.k, call.v, call.g, call.beta))
+    _LAST.made = weakref.ref(final), heads_of(call.q, call.v, call.g, call.beta), rule, double
+
+
+def noted(final: Tensor) -> tuple[Heads, str, bool] | None:
+    """Sizes and rule of the eager call that left `final`, and whether it is computed in float64; None: not known."""
+    made, *what = getattr(_LAST, "made", (None,))
+    return (what[0], what[1], what[2]) if made is not None and made() is final else None
 
 
 def serve(call: Recurrence, *, name: str, rule: str, form: str) -> tuple[Tensor, Any]:

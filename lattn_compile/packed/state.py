@@ -15,7 +15,7 @@ from lattn_compile.errors import SequenceError, StateError
 from lattn_compile.ops.segments import split
 from lattn_compile.ops.validate import INTEGERS, Tensors, check_call
 from lattn_compile.packed import flush, ops  # noqa: F401 - registers the op
-from lattn_compile.packed.layout import Heads, compute_dtype
+from lattn_compile.packed.layout import Heads, compute_dtype, heads_of
 from lattn_compile.packed.rows import Rows, check_rows
 from lattn_compile.packed.step import is_one_step
 from lattn_compile.packed.stored import StoredState, no_gradient
@@ -142,11 +142,14 @@ class QuantizedState(StoredState):
         if torch.compiler.is_compiling():  # attributes change when the whole graph has run
             return self._step(tokens, numbers, options)
         before = dict(self.__dict__)
+        cursor = None if self.exact is None or self.cursor is None else self.cursor.clone()
         try:
             return self._step(tokens, numbers, options)
         except BaseException:
-            # What was made on the way, slots or a hand-over, is of tensors of its own.
+            # Slots that were made on the way are of tensors of their own; of a hand-over, only cursors are read.
             self.__dict__.update(before)
+            if cursor is not None and self.cursor is not None:
+                self.cursor.copy_(cursor)
             raise
 
     def _step(
@@ -158,14 +161,15 @@ class QuantizedState(StoredState):
         o: Tensor
         (q, k, v, g, beta), rule = tokens, options["rule"]
         cu_seqlens, sequence_lengths, state_indices, has_initial_state = numbers
-        decay = "none" if g is None else "head" if g.dim() == 3 else "channel"
-        heads = Heads(q.shape[2], v.shape[2], q.shape[3], v.shape[3], decay, beta is not None)
+        heads = heads_of(q, v, g, beta)
         # As the ops have it: float64 if anything is.
         double = any(x is not None and x.dtype is torch.float64 for x in (*tokens, self.exact))
         dtype = torch.float64 if double else torch.float32
         if self.cursor is None:
             sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             self.allocate(heads, sequences, device=q.device, dtype=dtype, rule=rule)
+        if self.exact is not None and self.whole and (heads, rule) != (self.heads, self.rule):
+            self.tensors, self.encoded = {}, False  # of what was there before
         if self.tensors and (heads, rule) != (self.heads, self.rule):
             raise StateError(
                 "state",
@@ -179,7 +183,8 @@ class QuantizedState(StoredState):
                 return q.new_empty(v.shape)
             geometry = check_call(Tensors(*tokens, None, cu_seqlens, None, sequence_lengths, None))
             check_rows(q.device, self.cursor, state_indices, has_initial_state, geometry.sequences)
-            self.exact = self.exact.to(dtype)  # a library's prefill may have been float32 all the same
+            if self.exact.dtype is not dtype:  # a library's prefill may have been float32 all the same
+                self.exact, self.encoded = self.exact.to(dtype), False
             self._hand_over(heads, rule, q, cu_seqlens, sequence_lengths, state_indices)
         self.heads, self.rule = heads, rule
         raw = "raw_gate" in options

@@ -39,6 +39,8 @@ class StoredState:
         self.sequence_ids: Tensor | None = None
         self.heads: Heads | None = None
         self.rule = "delta"
+        self.encoded = False  # the stored tensors hold what the exact states are handed over as
+        self.whole = False  # none of the staged states was handed over yet, as far as is known
 
     # What it is.
 
@@ -134,7 +136,7 @@ class StoredState:
             FormatError, PolicyError: K or V does not fit the policy.
         """
         self.policy.check_shape(heads.K, heads.V)
-        self.heads, self.rule, self.exact = heads, rule, None
+        self.heads, self.rule, self.exact, self.encoded = heads, rule, None, False
         self.tensors = empty(self.call, heads, slots, device, dtype, v_first=v_first)
         self._number(slots, device)
         return self
@@ -142,7 +144,8 @@ class StoredState:
     def stage(self, exact: Tensor, *, seen: int | Tensor = 0) -> Self:
         """Takes what an exact prefill left, for all slots; it is handed over by the next step. Returns itself.
 
-        What was stored before is given up, and so is its memory.
+        What was stored before is given up. Of as many slots its memory is kept and written again: a CUDA graph that was
+        recorded for it finds the next prompt's codes there.
 
         Args:
             exact: `[N, HV, K, V]`, kept as it is, not copied. seen: tokens so far, an int or int64 `[N]`; the
@@ -171,14 +174,15 @@ class StoredState:
                 want=f"[N, HV, K, V] = [N, {self.heads.HV}, {self.heads.K}, {self.heads.V}], as before",
                 remedy="Every state of a site has the same sizes.",
             )
-        ids = self.sequence_ids
-        self.tensors, self.exact = {}, exact if exact.dtype is torch.float64 else exact.float()
-        self._number(exact.shape[0], exact.device)
-        if self.random:
-            assert self.position is not None
-            self.position = self.position + seen
-            if ids is not None and ids.shape == self.position.shape:
-                self.sequence_ids = ids  # the same sequences, prefilled further
+        self.exact, self.encoded = exact if exact.dtype is torch.float64 else exact.float(), False
+        self.whole = True
+        if self.cursor is None or (self.slots, self.device) != (exact.shape[0], exact.device):
+            self.tensors = {}
+            self._number(exact.shape[0], exact.device)
+        else:  # the same sequences, prefilled further, or others in their places
+            self.cursor.fill_(-1)
+        if self.position is not None:
+            self.position.add_(seen - self.position)  # which may be one tensor
         return self
 
     def _number(self, slots: int, device: torch.device | str) -> None:
@@ -187,6 +191,17 @@ class StoredState:
             self.position = torch.zeros(slots, dtype=torch.int64, device=device)
             self.sequence_ids = torch.zeros(slots, dtype=torch.int64, device=device)
 
+    def encode(self, heads: Heads, rule: str = "delta") -> None:
+        """Rounds and stores the staged states ahead of their first suffix token, which then releases them and no more.
+
+        Until then they are exact to every reader, and counted beside what is stored. For steps that are recorded: what
+        they write to has to be there before.
+        """
+        if self.exact is None or self.encoded or not self.whole:
+            return
+        self._write(heads, rule, None)
+        self.heads, self.rule, self.encoded = heads, rule, True
+
     def hand_over(self, heads: Heads, rule: str = "delta", rows: Tensor | None = None) -> None:
         """Rounds and stores the exact states of the slots `rows` (bool `[slots]`, all by default), if there are any.
 
@@ -194,6 +209,22 @@ class StoredState:
         """
         if self.exact is None or self.cursor is None:
             return
+        if rows is None and self.whole:
+            now = None
+        else:
+            now = self.cursor < 0 if rows is None else (self.cursor < 0) & rows
+        if not self.encoded:
+            self._write(heads, rule, now)
+        self.whole = False
+        self.cursor.copy_(torch.zeros_like(self.cursor) if now is None else torch.where(now, 0, self.cursor))
+        # Whether that was the last one is in the values, which a trace does not see: there they stay.
+        if rows is None or (not torch.compiler.is_compiling() and not bool((self.cursor < 0).any())):
+            self.exact, self.encoded = None, False
+
+    def _write(self, heads: Heads, rule: str, now: Tensor | None) -> None:
+        """The exact states of the slots `now` (bool `[slots]`; None: all) as they are stored, where the stored tensors
+        lie, if they fit."""
+        assert self.exact is not None
         made = handed_over(
             self.exact,
             self.call,
@@ -203,17 +234,17 @@ class StoredState:
             position=self.position,
             sequence_ids=self.sequence_ids,
         )
-        if rows is None and not self.tensors:
-            self.tensors, self.exact = made, None
-            self.cursor = torch.zeros_like(self.cursor)
+        old = self.tensors
+        if list(old) != list(made) or any((x.shape, x.dtype) != (old[n].shape, old[n].dtype) for n, x in made.items()):
+            self.tensors = made  # what is made of a slot that stays exact is read by nobody
             return
-        now = self.cursor < 0 if rows is None else (self.cursor < 0) & rows
-        old = self.tensors or {name: torch.zeros_like(x) for name, x in made.items()}
-        self.tensors = {name: _where(now, x, old[name]) for name, x in made.items()}
-        self.cursor = torch.where(now, 0, self.cursor)
-        # Whether that was the last one is in the values, which a trace does not see: there they stay.
-        if rows is None or (not torch.compiler.is_compiling() and not bool((self.cursor < 0).any())):
-            self.exact = None
+        if now is not None:
+            made = {name: _where(now, x, old[name]) for name, x in made.items()}
+            if torch.compiler.is_compiling():  # Inductor cannot copy what is seen as another dtype
+                self.tensors = made
+                return
+        for name, x in made.items():
+            old[name].copy_(x)
 
     # What a cache does with a tensor.
 
@@ -253,10 +284,10 @@ class StoredState:
 
     def zero_(self) -> Self:
         """Every sequence starts at zero again; exact states are released."""
-        if not self.tensors:  # staged, or never stepped: the next step makes what it stores
-            self.exact = self.cursor = self.position = None
+        self.exact, self.encoded = None, False
+        if not self.tensors:  # never stepped: the next step makes what it stores
+            self.cursor = self.position = None
             return self
-        self.exact = None
         if self.cursor is not None:
             self.cursor.fill_(-1)
         if self.position is not None:
@@ -269,7 +300,7 @@ class StoredState:
     def like(self, held: dict[str, Tensor]) -> Self:
         """A state of the same site and policy with other tensors, those of `held()` by name."""
         other = type(self)(self.policy, site_id=self.site_id, call=self.call)
-        other.heads, other.rule = self.heads, self.rule
+        other.heads, other.rule, other.encoded, other.whole = self.heads, self.rule, self.encoded, self.whole
         other.cursor, other.exact = held.get("cursor"), held.get("exact")
         other.position, other.sequence_ids = held.get("position"), held.get("sequence_ids")
         other.tensors = {name: x for name, x in held.items() if name not in OWN}

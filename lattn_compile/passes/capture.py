@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import lattn_compile.ops  # noqa: F401  (registers the ops that capture emits)
 from lattn_compile import functional, phase
@@ -345,9 +346,15 @@ def run_captured(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def run_served(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a known function runs in eager code while packed states are served there."""
     known = _KNOWN[index]
-    if not serving.carries(args, kwargs):
-        return known.copy(*args, **kwargs)
-    return _serve(known.key, known.kind, known.call.form, known.call.adapter(*args, **kwargs), "")
+    if serving.carries(args, kwargs):
+        return _serve(known.key, known.kind, known.call.form, known.call.adapter(*args, **kwargs), "")
+    out = known.copy(*args, **kwargs)
+    # Sizes alone are wanted, so that what is made of the inputs has no memory. Of arguments that only the function
+    # itself knows nothing is noted, and the first decoded token stores what would have been stored ahead.
+    with contextlib.suppress(Exception):
+        there, named = tree_map_only(Tensor, lambda x: x.detach().to("meta"), (args, kwargs))
+        serving.note(out, known.call.adapter(*there, **named), BY_NAME[known.kind].rule)
+    return out
 
 
 def serve_eagerly() -> Serving:

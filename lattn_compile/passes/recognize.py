@@ -16,7 +16,10 @@ from lattn_compile.passes import capture
 from lattn_compile.passes.context import PassContext, SiteNode, bodies_of, graph_modules_of, nodes_of, shape_of
 from lattn_compile.recurrence import classify
 
-_PACKED = ("lattn::decode_", "lattn::decode_packed", "lattn::replay_")  # on packed states: captured with their policy
+_PACKED = tuple(
+    f"lattn::{name}" for name in ("decode_", "decode_device_", "decode_packed", "replay_", "replay_device_")
+)
+"""On packed states: captured with their policy."""
 _OPS = {
     "lattn::chunk": "chunk",
     **dict.fromkeys(("lattn::decode", "lattn::replay", *_PACKED), "recurrent"),

@@ -95,6 +95,8 @@ def _site(site: SiteNode, training: bool) -> Site:
 
 def _kernel(site: SiteNode, form: str) -> str | None:
     """What will run the op, as far as its shapes are known."""
+    if form.endswith("_device"):
+        return "triton"
     q, v = value_of(site.arguments["q"]), value_of(site.arguments["v"])
     policy = site.policy
     if q is None or v is None or policy is None:

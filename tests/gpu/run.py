@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-FORMS = ("decode", "chunk", "prefill", "replay", "packed", "lowering")
+FORMS = ("decode", "chunk", "prefill", "replay", "packed", "lowering", "generate")
 _MARK = "@@check "
 _BROKEN = 99
 """Exit code of the sanitizer where it found something."""

@@ -402,18 +402,21 @@ def test_checkpoints_of_the_trainer_have_the_recipe_and_training_resumes_from_th
     "LATTN_TEST_HF517" not in os.environ, reason="set LATTN_TEST_HF517 to a folder with transformers 5.17"
 )
 def test_the_oldest_supported_transformers_does_the_same() -> None:
-    """Trainer, from_pretrained and caches of the other version, in one process: importing it takes longer than most
-    of these tests. Without LATTN_COMPILE_ALL, those of which another version's methods are a part."""
+    """Models, Trainer, from_pretrained and caches of the other version, in one process: importing it takes longer than
+    most of these tests. Without LATTN_COMPILE_ALL, those of which another version's methods are a part."""
     path = os.pathsep.join([os.environ["LATTN_TEST_HF517"], os.environ.get("PYTHONPATH", "")])
     environment = {k: v for k, v in os.environ.items() if k != "LATTN_TEST_HF517"} | {"PYTHONPATH": path}
-    files = [str(Path(__file__).parent / f"test_{name}.py") for name in ("transformers", "pretrained", "packed_cache")]
-    chosen = [] if "LATTN_COMPILE_ALL" in os.environ else ["-k", " or ".join(OLDEST)]
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-W", "ignore", *files, *chosen]
+    names = ("integrations/test_transformers", "integrations/test_pretrained", "integrations/test_packed_cache")
+    files = [f"tests/{name}.py" for name in (*names, "test_models")]
+    chosen = "not test_inductor" if "LATTN_COMPILE_ALL" in os.environ else " or ".join(OLDEST)
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-W", "ignore", *files, "-k", chosen]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
 OLDEST = (
+    # Library calls: the functions of both kinds, the cache class once
+    *("prefill_and_training and kimi", "generation_equals and qwen3_next", "phase_quantizes and qwen3_next"),
     # Trainer: its step, its loss, its evaluation, its checkpoints, what it passes to the model
     *("every_step_and_substep", "evaluation_has_a_phase", "bypasses_the_phase", "lengths_come_from_the_mask"),
     *("0.5-self-1.0", "checkpoints_of_the_trainer", "backward-Trainer", "wrapped_once"),

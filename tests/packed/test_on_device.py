@@ -205,3 +205,21 @@ def test_a_kernel_for_packed_rows_is_asked_first(device: str) -> None:
     assert given["quantize"].fmt == lc.Int8(8)
     if device == "cpu":
         assert torch.equal(g, x[3].bfloat16().float()) and not torch.equal(g, x[3])
+
+
+@pytest.mark.parametrize("name", ["token", "replay"])
+def test_a_report_names_the_step_that_kernels_serve(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose ops a trace here can hold but nobody run."""
+    from lattn_compile import backend
+
+    torch._dynamo.reset()
+    state = lc.QuantizedState(POLICIES[name]).allocate(HEADS, 3)
+    x = tokens(3, 1)
+    monkeypatch.setattr(lc.QuantizedState, "_op", lambda self, name, *rest: f"{name}device_")
+    monkeypatch.setattr("lattn_compile.packed.state.is_one_step", lambda *rest: False)
+    monkeypatch.setattr(backend.private, "compile_with_inductor", lambda *rest: lambda *args: (x[2],))
+    torch.compile(lambda *y: state.step(*y), backend="lattn_compile", fullgraph=True)(*x)
+    report = lc.last_report()
+    assert report is not None
+    op = "lattn::replay_device_" if name == "replay" else "lattn::decode_device_"
+    assert [(site.op, site.kernel, site.verdict) for site in report.sites] == [(op, "triton", "rewritten")]

@@ -18,6 +18,7 @@ import lattn_compile as lc
 from lattn_compile.errors import (
     DtypeError,
     FileFormatError,
+    LattnError,
     PolicyError,
     SequenceError,
     ShapeError,
@@ -102,6 +103,50 @@ def test_a_prefill_is_staged_exact_handed_over_at_the_first_suffix_token_and_rel
     numbers = 3 * 16 if state.random else 0
     cursor = 0 if policy.write.mode in ("replay", "two_precision") else 3 * 4
     assert state.nbytes == 3 * policy.nbytes(2, 4, 16, 24) + numbers + cursor
+
+
+def test_a_state_that_is_staged_again_starts_anew() -> None:
+    """At positions that may be its own, and for a site with other gates: nothing of before is left."""
+    state = QuantizedState(POLICIES["token, stochastic"])
+    exact = torch.randn(3, 4, 16, 24)
+    state.stage(exact, seen=torch.tensor([5, 9, 2]))
+    state.stage(exact, seen=state.position)
+    assert state.position.tolist() == [5, 9, 2]
+    q, k, v, _, beta = tokens(1)
+    state.step(q, k, v, None, beta)
+    fresh = QuantizedState(POLICIES["token, stochastic"])
+    for x in (state, fresh):
+        x.stage(exact, seen=7)
+    assert torch.equal(state.step(*tokens(1)), fresh.step(*tokens(1))) and torch.equal(state.dense(), fresh.dense())
+    with pytest.raises(StateError, match="sizes, gates and rule"):
+        state.step(q, k, v, None, beta)
+
+
+@any_policy
+def test_a_staged_state_may_be_stored_ahead_and_steps_write_there(policy: Policy) -> None:
+    """Nothing changes for a reader, a refused call leaves it staged, and what was stored once stays where it is."""
+    (state, _), (plain, _) = prefilled(policy), prefilled(policy)
+    exact = plain.dense().clone()
+    state.encode(layout.Heads(2, 4, 16, 24, "head", True))
+    state.encode(layout.Heads(2, 4, 16, 24, "head", True))
+    places = {name: x.data_ptr() for name, x in state.held().items() if name != "exact"}
+    assert torch.equal(state.dense(), exact) and torch.equal(state.clone().dense(), exact)
+    assert state.nbytes >= exact.nbytes + 3 * policy.nbytes(2, 4, 16, 24)
+    q, k, v, g, beta = tokens(1)
+    with pytest.raises(LattnError):  # behind the hand-over
+        state.step(q, k, v, g.abs() + 1, beta)
+    assert torch.equal(state.dense(), exact) and state.exact is not None
+    for seed in range(3):
+        if seed == 2:  # another turn, staged in the same places
+            for x in (state, plain):
+                x.stage(exact * 0.5, seen=30)
+            state.encode(layout.Heads(2, 4, 16, 24, "head", True))
+        lengths = torch.tensor([2, 0, 1]) if seed == 0 else None
+        x = tokens(2, seed=seed)
+        assert same(state.step(*x, sequence_lengths=lengths), plain.step(*x, sequence_lengths=lengths))
+        assert same(state.dense(), plain.dense()) and (state.exact is None) == (seed > 0)
+    assert equal(state, plain)
+    assert places == {name: x.data_ptr() for name, x in state.held().items()}
 
 
 @any_policy
@@ -350,6 +395,19 @@ def test_waiting_drafts_are_not_forgotten() -> None:
     state.accept(3)
     with pytest.raises(StateError, match="verify"):
         state.accept(0)
+
+
+def test_inductor_compiles_a_hand_over_into_what_is_stored() -> None:
+    """A second turn, for all sequences and for some: 8-bit floats, which Inductor sees as bytes only here and there."""
+    for lengths in (None, torch.tensor([1, 0, 1])):
+        torch._dynamo.reset()
+        state = stepped(Policy(lc.Fp8()))
+        plain, exact = state.clone(), torch.ones(3, 4, 16, 24)
+        for x in (state, plain):
+            x.stage(exact)
+        compiled = torch.compile(lambda x, state=state, n=lengths: state.step(*x, sequence_lengths=n), fullgraph=True)
+        assert torch.allclose(compiled(tokens(1)), plain.step(*tokens(1), sequence_lengths=lengths), atol=1e-6)
+        assert torch.allclose(state.dense(), plain.dense(), atol=1e-6)
 
 
 @pytest.mark.parametrize(
