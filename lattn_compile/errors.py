@@ -354,6 +354,12 @@ REASONS: dict[str, Reason] = {
             remedy="Nothing to do, unless its outputs are meant to be o = S^T q.",
         ),
         Reason(
+            code="ASSOCIATIVE_SCAN",
+            text="a recurrence is spelled as an associative scan over the states of all tokens",
+            remedy="Spell it as a loop, a scan or a chunk form, none of which keeps a state for every token, or call "
+            "lc.linear_attention.",
+        ),
+        Reason(
             code="GROUPED_QUERIES",
             text="several heads of queries read one state, and an operator has one query a state",
             remedy="Repeat k and v to the heads of q before the recurrence (k.repeat_interleave(n, dim)), where there "

@@ -24,29 +24,18 @@ transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
 
 
-def _in_process(*arguments: str, extra: str) -> None:
-    """Run test files in a process that sees another library version."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([extra, str(ROOT)])}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+WITH_FLA = ("tests/passes/fla_cases.py", "tests/passes/fla_models.py", "tests/fla_field_reports.py")
+WITH_FLA += ("tests/test_phase_batches.py",)  # its tests of FLA's calls
 
 
 @pytest.mark.skipif("LATTN_TEST_FLA" not in os.environ, reason="set LATTN_TEST_FLA to a folder with fla-core")
-def test_fla_entry_points_and_models_with_fla_installed() -> None:
-    _in_process("tests/passes/fla_cases.py", "tests/passes/fla_models.py", extra=os.environ["LATTN_TEST_FLA"])
-
-
-@pytest.mark.skipif(
-    "LATTN_TEST_HF517" not in os.environ, reason="set LATTN_TEST_HF517 to a folder with transformers 5.17"
-)
-def test_the_oldest_supported_transformers() -> None:
-    selected = "(prefill or generation or phase) and not inductor"
-    if "LATTN_COMPILE_ALL" not in os.environ:  # the functions of both kinds, the cache class once
-        selected = (
-            "(prefill_and_training and kimi) or (generation_equals and qwen3_next) or phase_quantizes and qwen3_next"
-        )
-    _in_process("tests/test_models.py", "-k", selected, extra=os.environ["LATTN_TEST_HF517"])
+def test_fla_entry_points_models_batches_and_field_reports_with_fla_installed() -> None:
+    """In one process: importing it takes longer than most of these tests."""
+    env = {k: v for k, v in os.environ.items() if k != "LATTN_TEST_FLA"}
+    env["PYTHONPATH"] = os.pathsep.join([os.environ["LATTN_TEST_FLA"], str(ROOT)])
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-W", "ignore", "-p", "no:cacheprovider", "-k", "fla"]
+    done = subprocess.run([*command, *WITH_FLA], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
 def _hf(name: str) -> Any:

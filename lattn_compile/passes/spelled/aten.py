@@ -150,6 +150,7 @@ class Index:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.ones = False  # whether axes of size 1 have a label of their own (`labels.py`)
+        self.hidden: set[fx.Node] = set()  # what stands in the graph and is read by nothing (`stacked_reads.py`)
         self.order: dict[fx.Node, int] = {}
         self.section: dict[fx.Node, int] = {}
         self.same: dict[fx.Node, fx.Node] = {}
@@ -232,4 +233,4 @@ class Index:
         return frozenset()
 
     def users(self, node: fx.Node) -> Iterator[fx.Node]:
-        yield from sorted(node.users, key=self.order.__getitem__)
+        yield from sorted((u for u in node.users if u not in self.hidden), key=self.order.__getitem__)

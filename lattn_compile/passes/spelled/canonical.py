@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from lattn_compile.passes.spelled.aten import Index, arguments, name_of
+from lattn_compile.passes.spelled.identities import restore_identities
 from lattn_compile.passes.spelled.labels import constant_size, is_one
 from lattn_compile.passes.spelled.views import is_view
 from lattn_compile.passes.spelled.writer import Writer, keep_gradient, value
@@ -57,6 +58,8 @@ def canonicalize(gm: fx.GraphModule) -> None:
     """Merge equal nodes of a functional graph, call each op by one name, and read scattered values at their source."""
     _rename(gm.graph)
     _drop_identities(gm.graph)
+    _pick_by_select(gm.graph)
+    restore_identities(gm.graph)
     for _ in range(2):
         changed = _forward_writes(gm.graph)
         _drop_overwritten(gm.graph)
@@ -128,6 +131,17 @@ def _drop_identities(graph: fx.Graph) -> None:
             if isinstance(a, torch.Tensor) and a.dtype == b.dtype and _fresh(x) and output not in node.users:
                 node.replace_all_uses_with(x)
                 graph.erase_node(node)
+
+
+def _pick_by_select(graph: fx.Graph) -> None:
+    """A slice of length 1 without its axis, as a decomposed `unbind` has them, is a select."""
+    for node in list(graph.nodes):
+        if node.target not in (aten.squeeze.dim, aten.squeeze.dims) or name_of(part := node.args[0]) != "aten::slice":
+            continue
+        dims, place = node.args[1], _place(part)
+        if place is not None and (list(dims) if isinstance(dims, (list, tuple)) else [dims]) == [place[0]]:
+            node.replace_all_uses_with(Writer(node, node).call(aten.select.int, part.args[0], *place))
+            graph.erase_node(node)
 
 
 def _fresh(x: fx.Node) -> bool:

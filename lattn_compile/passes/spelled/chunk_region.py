@@ -9,7 +9,7 @@ token once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -88,6 +88,8 @@ class Survey:
         self.alive = (alive_nodes(graph) - self.sums.hidden) | set(self.sums.products)
         self.constants = Constants()
         self.taken = taken
+        self.proposed: set[fx.Node] = set()  # inside of the forms that were found so far
+        self.headless: set[fx.Node] = set()  # of the boundary that is looked for: tokens without a head
 
     # ---- seeds
 
@@ -267,6 +269,7 @@ class Survey:
             NoMatch: CHUNK_OPERATOR where something else than an analytic operator of the region's own values is met.
         """
         found = Boundary(sizes)
+        self.headless = self._without_heads(below, sizes)
         tokens: dict[fx.Node, None] = {}
         rest: dict[fx.Node, None] = {}
         stack = list(exits)
@@ -342,6 +345,8 @@ class Survey:
 
     def _whole(self, node: fx.Node, sizes: Sizes, opened: set[fx.Node]) -> fx.Node | None:
         """The highest node that holds the same values as `node`, every token once; None if `node` does not."""
+        if node in self.headless:
+            return None if node in opened else node
         if not any(v.cost <= 1 for v in views(node, sizes)) or self._mixes(node, sizes, opened):
             return None
         chain = [node]
@@ -360,6 +365,28 @@ class Survey:
             if any(v.cost <= 1 for v in views(chain[i + 1], sizes)):
                 top = i + 1
         return None if chain[top] in opened else chain[top]
+
+    def _without_heads(self, products: Collection[fx.Node], sizes: Sizes) -> set[fx.Node]:
+        """Tensors of tokens, `[B, T, N]`, of which products make scores for all heads: Mamba-2's B and C.
+
+        What is cut into heads later looks like them, and is read by no such product.
+        """
+        found: set[fx.Node] = set()
+        for product in products if sizes.heads > 1 else ():
+            shape = [n for n in sizes_of(product) or () if n != 1]
+            if short_name(product) not in PRODUCTS or len(shape) < 2 or shape[-1] != shape[-2]:
+                continue
+            chunks = [] if shape[-1] == sizes.tokens else [sizes.tokens // shape[-1]]
+            if shape[:-2] != [n for n in (sizes.batch, *chunks) if n != 1]:
+                continue
+            for node in sources(product):
+                while not any("h" not in v.labels and v.labels.endswith("f") for v in views(node, sizes)):
+                    if node.op != "call_function" or short_name(node) not in LAYOUT | CASTS:
+                        break
+                    node = sources(node)[0]
+                else:
+                    found.add(node)
+        return found
 
     def _mixes(self, node: fx.Node, sizes: Sizes, opened: set[fx.Node]) -> bool:
         """Whether a node is a product of two sequences."""

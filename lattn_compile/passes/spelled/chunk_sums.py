@@ -7,6 +7,7 @@ they meet the values are looked for as if they were divided behind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,12 +110,11 @@ def _through(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _quotients(scores: fx.Node, total: fx.Node) -> list[fx.Node]:
-    """Scores that are divided by what is made of their sums alone."""
-    below, waiting = {total}, [total]
+    """Scores that are divided by what is made of their sums, of a bound on them perhaps, number by number."""
+    below, waiting, size = {total}, [total], math.prod(sizes_of(total) or ())
     while waiting:
         for user in waiting.pop().users:
-            others = [n for n in user.all_input_nodes if n not in below and sizes_of(n) is not None]
-            if user not in below and not others:
+            if user not in below and math.prod(sizes_of(user) or ()) == size:
                 below.add(user)
                 waiting.append(user)
     divisions = [u for u in scores.users if short_name(u) == "div" and u.args[0] is scores and u.args[1] in below]

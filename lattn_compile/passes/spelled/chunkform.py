@@ -87,6 +87,7 @@ def _find(survey: Survey, used: set[fx.Node]) -> list[Proposal | NearMiss]:
             if isinstance(outcome, Proposal) and boundary is not None:
                 found += _row_sums(survey, boundary)
                 used |= inside
+                survey.proposed |= inside
             done |= inside
             remaining = [n for n in left if n not in inside]
             if not isinstance(outcome, Proposal) or len(remaining) == len(left):
@@ -153,6 +154,8 @@ class _Search:
         for early in (False, True):
             for core in cores:
                 for o_at, exits, sizes in self._candidates(core, early=early, cut=cut):
+                    if not self.survey.proposed.isdisjoint(exits):
+                        continue  # an earlier block, again
                     self.looked += 1
                     if self.looked > _LOOKS:
                         return None
@@ -185,6 +188,8 @@ class _Search:
             grain = grain_of(self.survey, exits, core)
             for at, o in enumerate(exits):
                 for sizes in output_sizes(o):
+                    if sizes.tokens == 1:
+                        continue  # a token is a step, and what is no step is no recurrence of one token
                     short = sorted(m for m, n in grain.pads if n == sizes.tokens)
                     lowered = self.survey.lowered(exits, at, sizes)
                     ranked = [(1, replace(sizes, tokens=m, padded=sizes.tokens)) for m in short]

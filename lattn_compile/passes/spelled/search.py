@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from lattn_compile.passes.spelled.apart import Apart, put_together, take_einsums_apart, take_lerps_apart
+from lattn_compile.passes.spelled.associative import find_associative_scans
 from lattn_compile.passes.spelled.aten import Index, name_of
 from lattn_compile.passes.spelled.build import build, role_nodes
 from lattn_compile.passes.spelled.canonical import canonicalize
@@ -16,8 +17,9 @@ from lattn_compile.passes.spelled.chain import Chain, Link, find_chains
 from lattn_compile.passes.spelled.chunkform import find_chunk_forms
 from lattn_compile.passes.spelled.labels import is_one, size_of
 from lattn_compile.passes.spelled.lift import as_before
-from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal
+from lattn_compile.passes.spelled.proposal import NearMiss, NoMatch, Proposal, withdraw
 from lattn_compile.passes.spelled.scan import is_scan, is_while_loop, rewrite_scan, rewrite_while_loop
+from lattn_compile.passes.spelled.stacked_reads import StackedRead, put_reads_together, take_reads_apart, unused
 from lattn_compile.passes.spelled.stacks import simplify_stacks
 from lattn_compile.passes.spelled.writer import Writer, keep_gradient, value
 
@@ -33,6 +35,7 @@ class Found:
     misses: list[NearMiss] = field(default_factory=list)
     refused: set[fx.Node] = field(default_factory=set)
     apart: list[Apart] = field(default_factory=list)
+    stacked: list[StackedRead] = field(default_factory=list)
 
 
 def search(graphs: list[fx.GraphModule]) -> Found:
@@ -59,6 +62,7 @@ def _search(gm: fx.GraphModule, found: Found) -> None:
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "lattn":
             taken |= {node, *node.users}
     mine.apart += take_einsums_apart(gm.graph, taken.union(*(p.frontier for p in mine.proposals)))
+    mine.misses += find_associative_scans(Index(gm.graph), taken)
     tokens = {n for m in mine.misses for n in m.token}
     for outcome in find_chunk_forms(gm, taken):
         # That the products of a token that was refused are no chunk form either is no news.
@@ -66,7 +70,9 @@ def _search(gm: fx.GraphModule, found: Found) -> None:
             _sort(mine, outcome)
     inside = {n for p in mine.proposals if p.form == "chunk" for n in region_of(p)}
     mine.misses = [m for m in mine.misses if m.node not in inside and inside.isdisjoint(m.token)]
-    put_together(mine.apart, {n for p in mine.proposals for n in (*region_of(p), *p.frontier, *p.inserted)})
+    used = {n for p in mine.proposals for n in (*region_of(p), *p.frontier, *p.inserted)}
+    put_together(mine.apart, used)
+    put_reads_together(mine.stacked, used)
     found.proposals += mine.proposals
     found.misses += mine.misses
 
@@ -84,14 +90,28 @@ def _through_loop(gm: fx.GraphModule, node: fx.Node, found: Found) -> Proposal |
     def match_body(body: fx.GraphModule) -> Proposal | NearMiss | None:
         inside = find(body, in_loop=True)
         found.apart += inside.apart
+        found.stacked += inside.stacked
         if len(inside.proposals) == 1:
             return inside.proposals[0]
         for proposal in inside.proposals:
             proposal.form = "scan"
         found.proposals += inside.proposals
-        return inside.misses[0] if inside.misses else None
+        if inside.misses or inside.proposals:
+            return inside.misses[0] if inside.misses else None
+        return _chunk_in_loop(body)
 
     return (rewrite_scan if is_scan(node) else rewrite_while_loop)(gm, node, match_body)
+
+
+def _chunk_in_loop(body: fx.GraphModule) -> NearMiss | None:
+    """A loop over chunks, told: its tokens are on two axes, and the state goes from one call to the next."""
+    miss: NearMiss | None = None
+    for outcome in find_chunk_forms(body, set()):
+        if isinstance(outcome, Proposal):
+            withdraw(outcome)
+            outcome = NoMatch("CHUNK_INPUTS", "a loop runs over chunks of its tokens").at(outcome.anchor)
+        miss = miss or outcome
+    return miss
 
 
 def find(gm: fx.GraphModule, *, in_loop: bool = False) -> Found:
@@ -99,7 +119,9 @@ def find(gm: fx.GraphModule, *, in_loop: bool = False) -> Found:
     found = Found()
     canonicalize(gm)
     found.apart = take_lerps_apart(gm.graph)
+    found.stacked = take_reads_apart(gm.graph)
     index = Index(gm.graph)
+    index.hidden = unused(one.whole for one in found.stacked)
     chains, found.misses, found.refused = find_chains(index, in_loop=in_loop)
     chains += _with_ones(index, chains, found, in_loop)
     for chain in chains:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lattn_compile.passes.spelled.writer import value
+
 __all__ = ["can_smooth", "smoothed"]
 
 _SHARPNESS = math.e / 1.6
@@ -49,6 +51,12 @@ def _elu(x: Tensor, a: Arguments) -> Tensor:
     return scale * (_above(x) + alpha * torch.expm1(-inside * _above(-x)))
 
 
+_SMOOTH_PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "maximum": lambda x, y: x + _above(y - x),
+    "minimum": lambda x, y: x - _above(x - y),
+}
+"""Of two tensors: a running scale is such a maximum."""
+
 _SMOOTH: dict[str, Callable[[Tensor, Arguments], Tensor]] = {
     "relu": lambda x, a: _above(x),
     "relu6": lambda x, a: _above(x) - _above(x - 6.0),
@@ -67,15 +75,25 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def can_smooth(node: fx.Node, name: str) -> bool:
-    """Whether a call has such a function in its place: one tensor, and bounds that are numbers, not the smallest of a
-    dtype (below which this package holds a decay, and which has to stay where it is)."""
-    if name not in _SMOOTH or not isinstance(node.target, torch._ops.OpOverload):
+    """Whether a call has such a function in its place: two tensors of floats, or one, and bounds that are numbers, not
+    the smallest of a dtype (below which this package holds a decay, and which has to stay where it is)."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if name in _SMOOTH_PAIRS:
+        return len(node.args) == 2 and all(isinstance(x, fx.Node) and _floating(x) for x in node.args)
+    if name not in _SMOOTH:
         return False
     tensor, *rest = _arguments(node).values()
     tiny = {torch.finfo(d).tiny for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
     return isinstance(tensor, fx.Node) and all(x is None or (type(x) in (int, float) and x not in tiny) for x in rest)
 
 
-def smoothed(node: fx.Node, name: str, x: Tensor) -> Tensor:
-    """The call, without its kink. `x`: its tensor, in float64."""
-    return _SMOOTH[name](x, _arguments(node))
+def _floating(node: fx.Node) -> bool:
+    v = value(node)
+    return isinstance(v, Tensor) and v.is_floating_point()
+
+
+def smoothed(node: fx.Node, name: str, env: Mapping[fx.Node, Any]) -> Tensor:
+    """The call, without its kink. `env`: the values of its tensors, in float64."""
+    tensors = [env[x] for x in node.args if isinstance(x, fx.Node)]
+    return _SMOOTH_PAIRS[name](*tensors) if name in _SMOOTH_PAIRS else _SMOOTH[name](tensors[0], _arguments(node))

@@ -16,7 +16,7 @@ from lattn_compile.passes.spelled.literals import is_zero
 from lattn_compile.passes.spelled.views import is_view
 from lattn_compile.passes.spelled.writer import value
 
-__all__ = ["candidates", "full_size", "is_view", "path_between", "roots_of", "stored_origin"]
+__all__ = ["candidates", "full_size", "is_outer", "is_view", "path_between", "roots_of", "stored_origin"]
 
 _ADDITIONS = frozenset(
     f"aten::{name}"
@@ -28,6 +28,8 @@ _MATRIX_PRODUCTS = frozenset(["aten::matmul", "aten::bmm", "aten::mm", "aten::ba
 _CHOICES = {"aten::where": (1, 2), "aten::masked_fill": (0,)}
 """Operands that a mask chooses from."""
 _MASKINGS = _SCALINGS | _CHOICES.keys()
+_TOKENS = frozenset(["aten::select", "aten::unbind", "aten::split", "aten::split_with_sizes", "aten::chunk", "getitem"])
+"""One of the outer products that were made for all tokens at once."""
 
 
 def _shape(node: fx.Node) -> Sequence[object]:
@@ -39,7 +41,7 @@ def full_size(x: object, like: fx.Node) -> bool:
     return is_tensor(x) and equal_but_for_order(_shape(x), _shape(like))  # type: ignore[arg-type]
 
 
-def _is_outer(index: Index, node: fx.Node) -> bool:
+def is_outer(index: Index, node: fx.Node) -> bool:
     """Whether a node makes an outer product: every operand lacks an axis that the result has."""
     name = name_of(node)
     if name in ("aten::outer", "aten::addr"):
@@ -109,9 +111,10 @@ def candidates(index: Index) -> Iterator[list[fx.Node]]:
     """For each outer product that is added to something of its own size, the additions it may end in, largest first."""
     seen: set[fx.Node] = set()
     for node in index.graph.nodes:
-        if node.op != "call_function" or not is_tensor(node) or not _is_outer(index, node):
+        if node.op != "call_function" or not is_tensor(node) or not is_outer(index, node):
             continue
-        for addition in [node] if name_of(node) in _FUSED else _additions(node):
+        # Earlier tokens first: of a later one, the state before it is known by then.
+        for addition in [node] if name_of(node) in _FUSED else sorted(_additions(node), key=index.order.__getitem__):
             if addition in seen or not is_tensor(addition):
                 continue
             if index.ones and not any(is_one(n) for n in _shape(addition)):
@@ -124,7 +127,7 @@ def candidates(index: Index) -> Iterator[list[fx.Node]]:
 
 
 def _additions(seed: fx.Node) -> list[fx.Node]:
-    """The additions that `seed` flows into through views and scalings."""
+    """The additions that `seed` flows into through views and scalings, whole or token by token."""
     found: list[fx.Node] = []
     waiting = [(seed, 0)]
     while waiting:
@@ -133,7 +136,10 @@ def _additions(seed: fx.Node) -> list[fx.Node]:
             if name_of(user) in _ADDITIONS and full_size(node, user):
                 found.append(user)
             elif steps < 8 and (
-                is_view(user) or name_of(user) in CASTS or (name_of(user) in _MASKINGS and full_size(node, user))
+                is_view(user)
+                or name_of(user) in CASTS
+                or name_of(user) in _TOKENS
+                or (name_of(user) in _MASKINGS and full_size(node, user))
             ):
                 waiting.append((user, steps + 1))
     return found
@@ -186,7 +192,7 @@ def roots_of(index: Index, update: fx.Node, states: Mapping[fx.Node, object]) ->
             return 1
         if name_of(origin) in _CONSTANTS:
             return 4
-        return 3 if _is_outer(index, origin) else 2
+        return 3 if is_outer(index, origin) else 2
 
     return sorted(dict.fromkeys(found), key=lambda node: (rank(node), index.order[node]))
 
@@ -205,7 +211,7 @@ def _carriers(index: Index, node: fx.Node) -> list[fx.Node]:
     if name in _CHOICES:
         return [x for x in (node.args[i] for i in _CHOICES[name]) if full_size(x, node)]  # type: ignore[misc]
     carrying = _ADDITIONS | _SCALINGS | {"aten::matmul", "aten::bmm", "aten::mm"}
-    if name not in carrying or (_is_outer(index, node) and name not in _FUSED):
+    if name not in carrying or (is_outer(index, node) and name not in _FUSED):
         return []
     return [x for x in node.args[:2] if isinstance(x, fx.Node) and full_size(x, node)]
 

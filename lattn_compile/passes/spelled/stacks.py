@@ -6,7 +6,7 @@ that tensor with its axes moved, treated once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +35,7 @@ def simplify_stacks(gm: fx.GraphModule, outputs: Collection[fx.Node] | None = No
     """
     erased: list[fx.Node] = []
     written = 0
-    lengths: dict[fx.Node, int] = {}
-    for node in list(gm.graph.nodes):
-        column = _column(node, lengths)
-        if column is None:
-            continue
+    for node, column in columns_of(gm.graph):
         writer = Writer(before=node, like=node)
         vectorizer = Vectorizer(writer)
         operand = vectorizer.operand(column.nodes)
@@ -58,8 +54,16 @@ def simplify_stacks(gm: fx.GraphModule, outputs: Collection[fx.Node] | None = No
     return written
 
 
+def columns_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, Column]]:
+    """Every stack, cat of equal parts, and buffer that was written entry by entry."""
+    lengths: dict[fx.Node, int] = {}
+    for node in list(graph.nodes):
+        if (column := _column(node, lengths)) is not None:
+            yield node, column
+
+
 @dataclass
-class _Column:
+class Column:
     """`nodes` put together along `dim` of `shape`: as a new axis, or (`joined`) end to end."""
 
     nodes: list[fx.Node]
@@ -77,7 +81,7 @@ class _Column:
         return reshaped(writer, x, self.shape) if joined else x
 
 
-def _column(node: fx.Node, lengths: dict[fx.Node, int]) -> _Column | None:
+def _column(node: fx.Node, lengths: dict[fx.Node, int]) -> Column | None:
     if node.op != "call_function" or not isinstance(value(node), torch.Tensor):
         return None
     shape = value(node).shape
@@ -86,7 +90,7 @@ def _column(node: fx.Node, lengths: dict[fx.Node, int]) -> _Column | None:
         nodes, dim, joined = list(args["tensors"]), args.get("dim", 0) % len(shape), node.target is aten.cat.default
         if joined and not _equal_parts(nodes, dim, len(shape)):
             return None
-        return _Column(nodes, dim, shape, joined)
+        return Column(nodes, dim, shape, joined)
     return _written(node, lengths) if node.target in _SCATTERS else None
 
 
@@ -156,7 +160,7 @@ def _write(node: fx.Node) -> _Write | None:
     return _Write(args["self"], args["src"], dim, start, end - start, joined=True) if end > start else None
 
 
-def _written(node: fx.Node, lengths: dict[fx.Node, int]) -> _Column | None:
+def _written(node: fx.Node, lengths: dict[fx.Node, int]) -> Column | None:
     """A buffer every entry of which was written, as equal parts; of two writes to one entry the later one counts."""
     last = _write(node)
     if last is None:
@@ -174,7 +178,7 @@ def _written(node: fx.Node, lengths: dict[fx.Node, int]) -> _Column | None:
             return None
         sources.setdefault(write.start // write.size, write.source)
         if len(sources) == count:
-            return _Column([sources[i] for i in range(count)], last.dim, value(node).shape, last.joined)
+            return Column([sources[i] for i in range(count)], last.dim, value(node).shape, last.joined)
         write = _write(_whole(write.buffer))
     return None
 

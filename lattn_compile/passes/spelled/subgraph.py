@@ -329,7 +329,7 @@ def run(
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             env[node] = _loop(node, region, env, sizes)
         elif node in region.smooth:
-            env[node] = smoothed(node, short_name(node), env[node.args[0]])  # type: ignore[index]
+            env[node] = smoothed(node, short_name(node), env)
         else:
             env[node] = out = _call(node, env, sizes)
             if isinstance(out, Tensor) and tuple(out.shape) != tuple(sizes(node)):

@@ -1,7 +1,7 @@
 """The corpus: every spelling that must be recognised (`MATCH`) or left alone (`REFUSE`).
 
-Here are the ordinary ones; the others are in `delta_spellings`, `kda_spellings`, `additive_spellings`, `strangers` and
-`near_misses`.
+Here are the ordinary ones; the others are in `delta_spellings`, `kda_spellings`, `additive_spellings`,
+`all_tokens_spellings`, `strangers` and `near_misses`.
 They are samples of an open set, not a list to match against.
 """
 
@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 # They register what they hold.
-from tests.passes.spelled import additive_spellings, delta_spellings, kda_spellings, near_misses, strangers  # noqa: F401
+from tests.passes.spelled import (  # noqa: F401
+    additive_spellings,
+    all_tokens_spellings,
+    delta_spellings,
+    kda_spellings,
+    near_misses,
+    strangers,
+)
 from tests.passes.spelled.registry import MATCH, REFUSE, Args, make_args, match, refuse
 
 __all__ = ["MATCH", "REFUSE", "Args", "make_args"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 import inspect
 import math
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +42,30 @@ _MAMBA: dict[str, Any] = {
     "mamba_expand": 2,
     "mamba_chunk_size": 8,
 }
+
+
+@contextlib.contextmanager
+def chunks_of(size: int) -> Iterator[None]:
+    """transformers' chunk functions with chunks of `size` tokens, not 64: exported, one is as many rows of a loop."""
+    modules = (
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        for name in ("qwen3_next", "qwen3_5", "kimi_linear")
+    )
+    found = {
+        inspect.unwrap(f)
+        for module in modules
+        for name, f in vars(module).items()
+        if name in ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+    }
+    defaults = [(f, f.__defaults__) for f in found]
+    for f in found:
+        assert f.__defaults__[0] == 64, "chunk_size"
+        f.__defaults__ = (size, *f.__defaults__[1:])
+    try:
+        yield
+    finally:
+        for f, before in defaults:
+            f.__defaults__ = before
 
 
 def ids(batch: int, length: int, seed: int = 1) -> Tensor:

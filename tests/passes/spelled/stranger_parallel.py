@@ -84,3 +84,53 @@ def parallel_gated_gva() -> Any:
         return (weights * torch.einsum("bhik,bhjk->bhij", q, k)).matmul(v).transpose(1, 2)
 
     return forward, (rand(B, 8, H, K), rand(B, 8, H, K), rand(B, 8, 2 * H, V), rand(B, 8, 2 * H))
+
+
+@layer("chunk", "additive", "head")
+def parallel_mamba2_quadratic() -> Any:
+    """Mamba-2's dual form, M = C B^T ∘ L: one B and one C a token, for all heads, that never get an axis of heads."""
+
+    def forward(x: Tensor, a: Tensor, Bm: Tensor, C: Tensor) -> Tensor:
+        n, dt = x.shape[1], F.softplus(a)
+        c = torch.cumsum(-dt, 1)
+        L = (c[:, :, None] - c[:, None]).masked_fill(~torch.ones(n, n).tril().bool()[..., None], -torch.inf).exp()
+        return torch.einsum("btsh,bts,bshp->bthp", L, C @ Bm.mT, dt[..., None] * x)
+
+    return forward, (rand(B, 8, H, V), rand(B, 8, H), rand(B, 8, K), rand(B, 8, K))
+
+
+@layer("chunk", "additive", "head")
+def chunks_mamba2_without_heads() -> Any:
+    """The same in chunks of four, its states passed on by a loop."""
+
+    def forward(x: Tensor, a: Tensor, Bm: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+        dt = F.softplus(a)
+        x = (x * dt[..., None]).unflatten(1, (-1, 4))
+        c = (-dt).unflatten(1, (-1, 4)).permute(0, 3, 1, 2).cumsum(-1)
+        Bm, C = Bm.unflatten(1, (-1, 4)), C.unflatten(1, (-1, 4))
+        L = (c[..., :, None] - c[..., None, :]).masked_fill(~torch.ones(4, 4).tril().bool(), -torch.inf).exp()
+        inside = torch.einsum("bcln,bcsn,bhcls,bcshp->bclhp", C, Bm, L, x)
+        left = torch.einsum("bcln,bhcl,bclhp->bchpn", Bm, (c[..., -1:] - c).exp(), x)
+        S, states = torch.zeros_like(left[:, 0]), []
+        for i in range(left.shape[1]):
+            states.append(S)
+            S = S * c[:, :, i, -1, None, None].exp() + left[:, i]
+        before = torch.einsum("bcln,bchpn,bhcl->bclhp", C, torch.stack(states, 1), c.exp())
+        return (inside + before).flatten(1, 2), S
+
+    return forward, (rand(B, 8, H, V), rand(B, 8, H), rand(B, 8, K), rand(B, 8, K))
+
+
+@layer("chunk", "additive", "head")
+def parallel_mlstm_bounded_sums() -> Any:
+    """mLSTM's parallel form: scores divided by their sums' size, or by 1 where that is less, by `maximum`."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, f: Tensor, i: Tensor) -> Tensor:
+        n = q.shape[2]
+        c = F.logsigmoid(f).cumsum(-1)
+        D = c[..., :, None] - c[..., None, :] + F.logsigmoid(i)[..., None, :]
+        D = torch.where(torch.ones(n, n, dtype=torch.bool).tril(), D, -float("inf"))
+        scores = q @ k.mT * D.exp()
+        return (scores / torch.maximum(scores.sum(-1, keepdim=True).abs(), torch.ones(()))) @ v
+
+    return forward, (rand(B, H, 8, K), rand(B, H, 8, K), rand(B, H, 8, V), rand(B, H, 8), rand(B, H, 8))

@@ -94,21 +94,22 @@ def test_every_spelling_becomes_one_op(name: str, shape: tuple[int, ...]) -> Non
     assert not mixing(gm)
 
 
-LENGTHS = [(1, True), (70, False), (128, True)]
-"""Less than a chunk, a chunk and a part of one, whole chunks. Exported models have more of them (`test_models`)."""
+LENGTHS = [(1, 16, True), (70, 64, False), (32, 16, True)]
+"""Less than a chunk, a chunk and a part of one, whole chunks. Exported models have more of them (`test_models`). A
+chunk of 64, which is the library's, takes four times as long as one of 16."""
 
 
 @pytest.mark.parametrize(
-    ("tokens", "state"), [(n, s) for n in (1, 5, 64, 70, 128) for s in (False, True)] if FULL else LENGTHS
+    ("tokens", "size", "state"), [(n, 64, s) for n in (1, 5, 64, 70, 128) for s in (False, True)] if FULL else LENGTHS
 )
-def test_transformers_gdn_when_exported(tokens: int, state: bool) -> None:
-    """Exporting, transformers solves the triangular system by a loop over 63 rows."""
+def test_transformers_gdn_when_exported(tokens: int, size: int, state: bool) -> None:
+    """Exporting, transformers solves the triangular system by a loop over the rows of a chunk but one."""
     qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
 
     def layer(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Any:
         more = {"initial_state": S} if state else {}
         return qwen.torch_chunk_gated_delta_rule(
-            q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True, **more
+            q, k, v, g, beta, chunk_size=size, output_final_state=True, use_qk_l2norm_in_kernel=True, **more
         )
 
     proposal, gm = rewritten(layer, random_inputs(2, tokens, 2, 4, 6, heads=4))
@@ -142,12 +143,13 @@ def test_transformers_gdn_when_compiled(tokens: int) -> None:
     assert verify(proposal).ok
 
 
-@pytest.mark.parametrize("tokens", [5, 64, 70])
-def test_transformers_kda(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "size"), [(5, 64), (64, 64), (70, 64)] if FULL else [(5, 16), (16, 16), (70, 64)])
+def test_transformers_kda(tokens: int, size: int) -> None:
     kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
 
     def layer(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Any:
-        return kimi.chunk_kimi_delta_attention(q, k, v, g, beta, initial_state=S, output_final_state=True)
+        more = {"chunk_size": size, "initial_state": S, "output_final_state": True}
+        return kimi.chunk_kimi_delta_attention(q, k, v, g, beta, **more)
 
     proposal, gm = rewritten(layer, random_inputs(2, tokens, 2, 4, 6, decay="channel"))
     assert (proposal.rule, proposal.decay) == ("delta", "channel")

@@ -19,15 +19,23 @@ from tests.passes.spelled.registry import Match, Refuse
 
 FULL = os.environ.get("LATTN_CORPUS") == "full"
 TOKENS = (1, 2, 5, 17)
-# Normalised, the graphs of the three tracers are nearly one; export brings loops and compile brings steps. One spelling
-# in four is run with the longest loop, the others with the shortest.
-CHEAP = {"export": (5,), "compile": (1,), "make_fx": (17,)}
+# Normalised, the graphs of the three tracers are nearly one; export brings loops and compile brings steps.
+CHEAP = {"export": (5,), "compile": (1,), "make_fx": (2,)}
+
+
+def _vias(i: int, case: Match) -> list[str]:
+    """Every tracer, or `make_fx` and, from spelling to spelling, one of the others."""
+    able = [via for via in VIAS if via not in case.untraceable]
+    others = [via for via in able if via != "make_fx"]
+    return able if FULL or len(others) < 2 else [via for via in able if via != others[i % 2]]
+
+
+# One spelling in eight is run with the longest loop, the others with the shortest.
 GRID = [
     (name, via, tokens)
     for i, (name, case) in enumerate(MATCH.items())
-    for via in VIAS
-    if via not in case.untraceable
-    for tokens in (TOKENS if FULL else (2,) if via == "make_fx" and i % 4 else CHEAP[via])
+    for via in _vias(i, case)
+    for tokens in (TOKENS if FULL else (17,) if via == "make_fx" and not i % 8 else CHEAP[via])
     if tokens >= case.shortest
 ]
 # Tracers say what they do not like about in-place code and .grad of copies; none of it is about the rewrite.
