@@ -23,73 +23,34 @@ GENERATE = RESULTS.with_name("generate_nvidia_h200.jsonl")
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.model_decode import read_rows  # noqa: E402
-from benchmarks.quality.config import FULL, HEADLINE, INVERSES, NEAREST, OPERANDS, OTHERS, policy_named  # noqa: E402
-from benchmarks.quality.findings import findings, shares  # noqa: E402
-from benchmarks.quality.verdict import CONTROL, Spread, judged, seeds, spread  # noqa: E402
+from benchmarks.quality.config import HEADLINE, INVERSES, NEAREST, OPERANDS, OTHERS  # noqa: E402
+from benchmarks.quality.findings import findings, on_few  # noqa: E402
+from benchmarks.quality.verdict import CONTROL, judged, seeds, spread  # noqa: E402
 from docs.line_plot import Box, line_plot  # noqa: E402
+from docs.quality_rows import (  # noqa: E402
+    HEADS,
+    NAMES,
+    SHORT,
+    Results,
+    bytes_of,
+    grid,
+    horizons,
+    percent,
+    pm,
+    row,
+    short,
+)  # fmt: skip
+from docs.quality_trainings import (  # noqa: E402
+    answer_training,
+    distilled,
+    downhill,
+    objective,
+    paid,
+    recipes,
+    recovered,
+)  # fmt: skip
 
-NAMES = {"gdn": "Qwen3-Next (GDN)", "kda": "Kimi-Linear (KDA)"}
 LOST = "exact, prefix lost"
-
-
-class Results:
-    """The rows, and what is asked of them."""
-
-    def __init__(
-        self, data: dict[str, Any], generated: dict[str, dict[str, Any]], before: list[dict[str, Any]]
-    ) -> None:
-        self.data, self.rows, self.generated, self.before = data, data["rows"], generated, before
-        self.models = [m for m in NAMES if any(r["model"] == m for r in self.rows)]
-
-    def some(self, model: str, policy: str, *, weights: str = "base", small: bool = False) -> list[dict[str, Any]]:
-        wanted = (model, weights, policy, small)
-        return [r for r in self.rows if (r["model"], r["weights"], r["policy"], r["small"]) == wanted]
-
-    def mean(
-        self, model: str, policy: str, value: Callable[[dict[str, Any]], float], *, weights: str = "base",
-        small: bool = False,
-    ) -> Spread | None:  # fmt: skip
-        return spread(value(r) for r in self.some(model, policy, weights=weights, small=small))
-
-
-def short(x: float | None, digits: int = 2) -> str:
-    """A small number, without an exponent where people do without."""
-    if x is None or math.isnan(x):
-        return "-"
-    if x == 0:
-        return "0"
-    return f"{x:.{digits}g}" if 1e-4 <= abs(x) < 1e4 else f"{x:.1e}".replace("e-0", "e-").replace("e+0", "e")
-
-
-def tight(x: float) -> str:
-    """Two digits in plain notation down to 0.0001."""
-    if x == 0:
-        return "0"
-    if abs(x) < 1e-4:
-        return short(x)
-    return f"{x:.{max(0, min(4, 1 - math.floor(math.log10(abs(x)))))}f}"
-
-
-def pm(s: Spread | None, signed: bool = True) -> str:
-    if s is None:
-        return "-"
-    mean = f"{s.mean:+.4f}" if signed else tight(s.mean)
-    return mean if s.spread is None else f"{mean} ± {s.spread:.4f}" if signed else f"{mean} ± {tight(s.spread)}"
-
-
-def percent(s: Spread | None) -> str:
-    if s is None:
-        return "-"
-    return f"{100 * s.mean:.1f}" + ("" if s.spread is None else f" ± {100 * s.spread:.1f}")
-
-
-def grid(heads: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
-def horizons(r: Results) -> list[str]:
-    return [str(h) for h in next(row for row in r.rows if not row["small"])["horizons"]]
 
 
 def bases(r: Results) -> str:
@@ -120,48 +81,10 @@ def by_seed(r: Results) -> str:
             found = {x["seed"]: x for x in r.some(model, name, weights="control")}
             costs = [f"{found[s]['cost']:+.4f}" if s in found else "-" for s in range(3)]
             kl = [short(found[s]["kl"]["all"]) if s in found else "-" for s in range(3)]
-            rows.append([name, _bytes(model, name), *costs, *kl])
+            rows.append([name, bytes_of(model, name), *costs, *kl])
         heads = ["state", "bytes a value", *(f"change, seed {s}" for s in range(3)), *(f"KL, {s}" for s in range(3))]
         parts.append(f"{NAMES[model]}:\n\n" + grid(heads, rows))
     return "\n\n".join(parts)
-
-
-def _row(r: Results, model: str, name: str, *, small: bool = False) -> list[str] | None:
-    if not r.some(model, name, small=small):
-        return None
-
-    def mean(value: Callable[[dict[str, Any]], float]) -> Spread | None:
-        return r.mean(model, name, value, small=small)
-
-    if any(x["cost"] is None for x in r.some(model, name, small=small)):
-        return [name, _bytes(model, name), "not finite", *[""] * 6]
-    drift = mean(lambda x: max(layer[-1] for layer in x["drift"]) if x.get("drift") else math.nan)
-    cells = [
-        pm(mean(lambda x: x["cost"])),
-        pm(mean(lambda x: x["dlogp"]["all"]), signed=False),
-        short(v.mean if (v := mean(lambda x: x["dlogp_p95"]["all"])) else None),
-        short(v.mean if (v := mean(lambda x: x["kl"]["all"])) else None),
-        percent(mean(lambda x: x["recall"]["all"])),
-        percent(mean(lambda x: x["copy"]["all"])),
-        short(drift.mean if drift else None),
-    ]
-    return [name, _bytes(model, name), *cells]
-
-
-def _bytes(model: str, name: str) -> str:
-    """Bytes of a value of a layer's state, ring and scales counted: records of KDA have a gate for each channel."""
-    try:
-        policy = policy_named(name)
-    except KeyError:
-        return ""
-    heads, dim = FULL.size.heads, FULL.size.dim
-    if policy is None:
-        return "4.00"
-    total = policy.nbytes(heads, heads, dim, dim, decay="channel" if model == "kda" else "head")
-    return f"{total / (heads * dim * dim):.2f}"
-
-
-HEADS = ["bits per byte, change", "mean \\|Δ log p\\|", "p95", "KL", "recall %", "copy %", "drift"]
 
 
 def ptq(r: Results) -> str:
@@ -174,7 +97,7 @@ def ptq(r: Results) -> str:
             percent(r.mean(model, "exact", lambda x: x["recall"]["all"])),
             percent(r.mean(model, "exact", lambda x: x["copy"]["all"])), "",
         ]  # fmt: skip
-        rows = [exact, *(x for name in (CONTROL, *NEAREST) if (x := _row(r, model, name)))]
+        rows = [exact, *(x for name in (CONTROL, *NEAREST) if (x := row(r, model, name)))]
         if len(rows) < 2:
             continue
         parts.append(f"{NAMES[model]}:\n\n" + grid(["state", "bytes a value", *HEADS], rows))
@@ -182,14 +105,14 @@ def ptq(r: Results) -> str:
 
 
 def others(r: Results) -> str:
-    parts = []
+    parts, on = [], on_few(r.rows)
     for model in r.models:
         rows = []
         for name in NEAREST:
             for each in (name, *(other for other in OTHERS if other.startswith(name + ","))):
-                if x := _row(r, model, each, small=True):
+                if x := row(r, model, each, on=on):
                     rows.append(x)
-        if x := _row(r, model, "calibrated", small=True):
+        if x := row(r, model, "calibrated", on=on):
             rows.append(["**the recipe of lc.calibrate**", *x[1:]])
         if rows:
             parts.append(f"{NAMES[model]}:\n\n" + grid(["state", "bytes a value", *HEADS], rows))
@@ -204,13 +127,62 @@ def prefill(r: Results) -> str:
         for operands in OPERANDS:
             cells = []
             for inverse in INVERSES:
-                found = r.some(model, f"prefill: {operands}, {inverse}", small=True)
+                found = r.some(model, f"prefill: {operands}, {inverse}", on="short")
                 cost = found[0]["cost"] if found else None
                 cells.append(f"{cost:+.4f}" if cost is not None else "not finite" if found else "-")
             rows.append([operands, *cells])
         if any(cell != "-" for row in rows for cell in row[1:]):
             parts.append(f"{NAMES[model]}:\n\n" + grid(["bits per byte, change", *INVERSES], rows))
     return "\n\n".join(parts)
+
+
+def answer_cost(r: Results) -> str:
+    """Bits per byte of text in each range of horizons, above the exact state's: the mean over the bases."""
+    steps, rows = horizons(r), []
+    for name in (*HEADLINE[:3], "int8 replay 8", "fp8 replay 8", "nvfp4 replay 16"):
+        cells = []
+        for step in steps:
+            found = []
+            for model in r.models:
+                exact = {x["seed"]: x["bits"][step] for x in r.some(model, "exact")}
+                over = spread(x["bits"][step] - exact[x["seed"]] for x in r.some(model, name))
+                found.append("-" if over is None else f"{over.mean:+.4f}")
+            cells.append(" / ".join(found))
+        last = (r.mean(model, name, lambda x: 1.0 - x["recall"][steps[-1]]) for model in r.models)
+        wrong = " / ".join("-" if x is None else f"{100 * x.mean:.1f} %" for x in last)
+        rows.append([name, " / ".join(dict.fromkeys(bytes_of(model, name) for model in r.models)), *cells, wrong])
+    firsts = ["1", *(str(int(x) + 1) for x in steps)]
+    heads = ["GDN / KDA", "bytes a value", *(f"bytes {a} to {b}" for a, b in zip(firsts, steps, strict=False))]
+    return grid([*heads, f"wrong recall, {firsts[-2]} to {steps[-1]} bytes away"], rows)
+
+
+def answer_speed(r: Results) -> str:
+    """Bytes of a state and what a decoded token takes, of `generate()`; times the exact state's speed."""
+    batches = sorted({int(part.split("/")[2]) for part in r.generated if part.startswith("shaped/")})
+    exact = {batch: r.generated.get(f"shaped/exact/{batch}", {}) for batch in batches}
+    rows = []
+    for name in ("compile", "exact", *SERVED):
+        cells = []
+        for batch in batches:
+            x = r.generated.get(f"shaped/{name}/{batch}", {})
+            if "ms" not in x or "ms" not in exact[batch]:
+                cells += ["refused" if "refused" in x else "-", ""]
+                continue
+            same = x["commit"] == exact[batch]["commit"]  # the same run: another machine's load is no speed
+            times = f", {exact[batch]['ms'] / x['ms']:.2f} x" if same else " (earlier run)"
+            cells += [f"{x['ms']:.2f} ms{times}", f"{x['peak_gb']:.2f}"]
+        if not any(cell not in ("", "-") for cell in cells):
+            continue
+        found = {b: r.generated.get(f"shaped/{name}/{b}", {}).get("states_gb") for b in batches}
+        sizes = [f"{1e3 * x / batch:.1f} MB" for batch, x in found.items() if x is not None]
+        rows.append([ARMS.get(name, name), sizes[-1] if sizes else "", *cells])
+    heads = ["Qwen3-Next's shape, 894 M parameters, bf16", "state of a sequence"]
+    for batch in batches:
+        heads += [f"a step, B = {batch}", "peak GB"]
+    return grid(heads, rows)
+
+
+SERVED = ("int8 token", "fp8 token", "int8 replay 8", "nvfp4 token", "fp8 two-precision 16")
 
 
 def by_horizon(r: Results) -> str:
@@ -232,85 +204,6 @@ def by_horizon(r: Results) -> str:
         heads = ["state", *(f"\\|Δ log p\\|, to {s}" for s in steps), *(f"recall %, to {s}" for s in steps)]
         parts.append(f"{NAMES[model]}:\n\n" + grid(heads, rows))
     return "\n\n".join(parts)
-
-
-def trained(r: Results) -> list[tuple[str, str, str]]:
-    """Model, method and policy of every further training, in the order of the policies."""
-    found = {(t["model"], t["trained"]) for t in r.data.get("trained", ()) if t["trained"] != "control"}
-    every = [(m, method, name) for m in r.models for name in NEAREST for method in ("qat", "qad")]
-    return [x for x in every if (x[0], f"{x[1]} {x[2]}") in found]
-
-
-def recovered(r: Results, of: str) -> str:
-    """Every further training under its policy, beside the control under it."""
-    show = pm if of == "bits" else percent
-    parts = []
-    for model in r.models:
-        rows = []
-        for _, method, name in [x for x in trained(r) if x[:2] == (model, "qat")]:
-            j = judged(r.rows, model, f"{method} {name}", name, of)
-            if j is None:
-                continue
-            own = shares(r.rows, model, f"{method} {name}", name, of)
-            share = " / ".join(f"{100 * x:.0f} %" for x in own.values()) if of == "bits" else ""
-            rows.append(
-                [
-                    f"{name}, {method.upper()}",
-                    str(j.cost.count),
-                    show(j.cost),
-                    show(j.left),
-                    show(j.gain),
-                    share,
-                    j.verdict,
-                ]
-            )
-        what = "bits per byte over exact" if of == "bits" else "wrong answers over exact, %"
-        heads = ["", "seeds", f"{what}: control", "trained", "won back", "of a seed's own", "by the rule"]
-        if rows:
-            parts.append(f"{NAMES[model]}:\n\n" + grid(heads, rows))
-    return "\n\n".join(parts) or "Not run."
-
-
-def distilled(r: Results) -> str:
-    """QAD beside its teacher, the base: in bits, and in wrong answers of recall and copy."""
-    parts = []
-    for model in r.models:
-        rows = []
-        for _, method, name in [x for x in trained(r) if x[:2] == (model, "qad")]:
-            cells = []
-            for of in ("bits", "recall", "copy"):
-                exact, under = (seeds(r.rows, model, "base", p, of) for p in ("exact", name))
-                after = seeds(r.rows, model, f"{method} {name}", name, of)
-                both = sorted(exact.keys() & under.keys() & after.keys())
-                show = pm if of == "bits" else percent
-                cells += [show(spread(x[s] - exact[s] for s in both)) for x in (under, after)]
-            own = shares(r.rows, model, f"{method} {name}", name)
-            rows.append([name, *cells[:2], " / ".join(f"{100 * x:.0f} %" for x in own.values()), *cells[2:]])
-        heads = ["", "bits per byte over exact: base", "distilled", "won back"]
-        heads += [
-            f"{what}: {which}" for what in ("wrong recall, %", "wrong copy, %") for which in ("base", "distilled")
-        ]
-        if rows:
-            parts.append(f"{NAMES[model]}:\n\n" + grid(heads, rows))
-    return "\n\n".join(parts) or "Not run."
-
-
-def paid(r: Results) -> str:
-    """What a training costs the exact model: bits and wrong answers against the control's, with an exact state."""
-    parts = []
-    for model in r.models:
-        rows = []
-        for _, method, name in [x for x in trained(r) if x[:2] == (model, "qat")]:
-            cells = []
-            for of in ("bits", "recall", "copy"):
-                after, control = (seeds(r.rows, model, w, "exact", of) for w in (f"{method} {name}", "control"))
-                s = spread(after[i] - control[i] for i in sorted(after.keys() & control.keys()))
-                cells.append(pm(s) if of == "bits" else percent(s))
-            rows.append([f"{name}, {method.upper()}", *cells])
-        if rows:
-            heads = ["exact state, against the control", "bits per byte", "wrong recall, %", "wrong copy, %"]
-            parts.append(f"{NAMES[model]}:\n\n" + grid(heads, rows))
-    return "\n\n".join(parts) or "Not run."
 
 
 def serving(r: Results) -> str:
@@ -348,7 +241,7 @@ ARMS = {"eager": "transformers with FLA, eager", "compile": "transformers with F
 def about(r: Results) -> str:
     a = r.data["about"]
     steps = ", ".join(f"{s['steps']} of {s['batch']} × {s['tokens']}" for s in r.data["bases"][0]["stages"])
-    further = max((t["steps"] for t in r.data.get("trained", ())), default=0)
+    further = a["settings"]["steps"]
     size = a["settings"]["further"]
     runs = [*a.get("before", []), a]
     said = "; then ".join(f"`{x['command']}`, commit {x['commit'][:10]}" for x in runs)
@@ -402,7 +295,7 @@ def readme(r: Results) -> str:
         for model in r.models:
             costs = spread(x["cost"] for x in r.some(model, name, weights="control"))
             cells += [pm(costs), left(model, name)]
-        rows.append([name, " / ".join(dict.fromkeys(_bytes(model, name) for model in r.models)), *cells])
+        rows.append([name, " / ".join(dict.fromkeys(bytes_of(model, name) for model in r.models)), *cells])
     heads = ["state", "bytes a value"]
     for model in r.models:
         heads += [f"{NAMES[model]}: change", "after QAT"]
@@ -418,6 +311,15 @@ def readme(r: Results) -> str:
     said = ", ".join(f"{right(name, weights)} {where}" for name, weights, where in arms)
     where = f"{int(before):,} to {int(last):,} bytes away"
     text = f"Bits do not show it all. Of answers {where} there are right (GDN and KDA): {said}."
+    name = "int8 token"
+    taught = {SHORT[m]: judged(r.rows, m, f"qad {name}", name, "bits", against="base") for m in r.models}
+    found = [f"{m} from {j.cost.mean:+.4f} to {j.left.mean:+.4f}" for m, j in taught.items() if j is not None]
+    if found:
+        text += (
+            " Distillation (QAD) from the exact base, in as many steps and without labels, takes int8 in token mode of "
+            f"{' and '.join(found)} above that base; an exact base that goes on training on labels is ahead of both, "
+            "and against it nothing counts as recovered."
+        )
     return f"{grid(heads, rows)}\n\n{textwrap.fill(text, 118, break_on_hyphens=False)}"
 
 
@@ -484,6 +386,9 @@ def said(r: Results) -> str:
 TABLES: dict[str, Callable[[Results], str]] = {
     "about": about,
     "findings": said,
+    "answer cost": answer_cost,
+    "answer training": answer_training,
+    "answer speed": answer_speed,
     "bases": bases,
     "ptq": ptq,
     "seeds": by_seed,
@@ -493,6 +398,9 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "recovered copy": lambda r: recovered(r, "copy"),
     "paid": paid,
     "distilled": distilled,
+    "objective": objective,
+    "recipes": recipes,
+    "downhill": downhill,
     "serving": serving,
     "before": before,
     "others": others,

@@ -13,17 +13,19 @@ import torch
 import lattn_compile as lc
 from benchmarks import generate
 from benchmarks.quality import tasks, verdict
-from benchmarks.quality.config import FULL, HEADLINE, NEAREST, OTHERS, RULE, TINY, arms
+from benchmarks.quality.config import FULL, HEADLINE, METHODS, NEAREST, OTHERS, RULE, TINY, arms, control_of, weights_of
 from benchmarks.quality.text import load_corpus
 from lattn_compile.testing.backend import recorded
 
 pytest.importorskip("transformers")
 
+from benchmarks.quality import reduced, slopes, stages
 from benchmarks.quality.findings import shares
 from benchmarks.quality.lab import Lab
 from benchmarks.quality.measure import evaluate
 from benchmarks.quality.models import Size, build, linear_layers, logits_of, recurrence, under
-from benchmarks.quality.train import Arm, Plan, loss_of, rate, run
+from benchmarks.quality.results import restore
+from benchmarks.quality.train import Arm, Method, loss_of, rate, run
 
 _SIZE = Size(hidden=32, inner=32, linear=2, heads=2, dim=16)
 
@@ -165,15 +167,15 @@ def test_measuring_tells_exact_from_rounded_and_lost_states() -> None:
 def test_qat_sees_the_rounding_and_qad_its_teacher() -> None:
     corpus = load_corpus()
 
-    def trained(plan: Plan, teacher: Any = None) -> Arm:
+    def trained(method: Method, policy: lc.Policy | None = None, teacher: Any = None) -> Arm:
         data = tasks.Mixture(corpus.train, 2, 128, 0, (0.5, 0.0))
-        arm = Arm("x", build("kda", _SIZE, 0), plan, data, teacher=teacher)
+        arm = Arm("x", build("kda", _SIZE, 0), method, data, policy=policy, teacher=teacher)
         assert run([arm], steps=2, tick=lambda text: None) == 2 and arm.failed is None
         return arm
 
-    exact, again = (trained(Plan()) for _ in range(2))
-    qat = trained(Plan("qat", NEAREST["nvfp4 token"]))
-    qad = trained(Plan("qad", NEAREST["nvfp4 token"], decay=0.0), build("kda", _SIZE, 0).requires_grad_(False))
+    exact, again = (trained(Method()) for _ in range(2))
+    qat = trained(Method(), NEAREST["nvfp4 token"])
+    qad = trained(METHODS["qad"], NEAREST["nvfp4 token"], build("kda", _SIZE, 0).requires_grad_(False))
     weights = [torch.cat([p.flatten() for p in arm.model.parameters()]) for arm in (exact, again, qat, qad)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2]) and not torch.equal(weights[2], weights[3])
@@ -196,7 +198,7 @@ def test_a_training_begins_slowly_whatever_the_clock_says() -> None:
     assert rate(0.1, peak, 1 / 50) == pytest.approx(peak / 50) and rate(0.1, peak, 2.0) == peak
     assert rate(1.0, peak) == pytest.approx(peak / 20) and rate(0.0, peak, 0.5) == peak / 2
     arm = Arm(
-        "x", build("gdn", _SIZE, 0), Plan(peak=peak, warm=4), tasks.Mixture(load_corpus().train, 2, 96, 0, (0.5, 0.0))
+        "x", build("gdn", _SIZE, 0), Method(peak=peak, warm=4), tasks.Mixture(load_corpus().train, 2, 96, 0, (0.5, 0.0))
     )
     seen = []
     arm.step = seen.append  # type: ignore[method-assign]
@@ -207,7 +209,7 @@ def test_a_training_begins_slowly_whatever_the_clock_says() -> None:
 
 def _rows(weights: str, policy: str, bits: list[float], **more: Any) -> list[dict[str, Any]]:
     return [
-        {"model": "gdn", "seed": s, "weights": weights, "policy": policy, "small": False, "bits": {"all": x}, **more}
+        {"model": "gdn", "seed": s, "weights": weights, "policy": policy, "on": "all", "bits": {"all": x}, **more}
         for s, x in enumerate(bits)
     ]
 
@@ -263,15 +265,59 @@ def test_an_order_is_of_rows_that_are_apart_and_a_broken_one_is_seen() -> None:
     assert found == {pairs[0]: False, pairs[1]: None}
 
 
+def test_what_was_not_measured_is_no_other_order(capsys: pytest.CaptureFixture[str]) -> None:
+    assert reduced.check({"rows": []}) == 1
+    said = capsys.readouterr().out
+    assert "not measured here" in said and "not so here" not in said and "--seconds" in said
+
+
 def test_what_is_run_covers_what_was_asked_for() -> None:
     assert len(NEAREST) == 12 and len(OTHERS) == 21 and set(HEADLINE) <= set(NEAREST)
-    groups = arms(FULL)
-    assert {s for _, policy, s in groups[0] if policy == "int8 token"} == {0, 1, 2}
-    assert {policy for method, policy, _ in groups[0] if method == "exact"} == {"exact"}
+    every = arms(FULL)
+    assert len(set(every)) == len(every) and {method for method, _, _ in every} <= set(METHODS)
+    for policy in HEADLINE:
+        assert {s for method, name, s in every if (method, name) == ("qat", policy)} == {0, 1, 2}
+        assert any(x[:2] == ("qad", policy) for x in every)
+    assert every[:3] == [("exact", "exact", s) for s in range(3)], "the control comes first"
     for kind in FULL.models:
         with torch.device("meta"):
             model = build(kind, FULL.size, 0)
         assert sum(p.numel() for p in model.parameters()) < 15_000_000
+
+
+def test_a_training_is_held_against_an_exact_one_of_as_many_steps() -> None:
+    for method, policy, _ in arms(FULL):
+        control = control_of(weights_of(method, policy))
+        assert control == ("exact, three times exact" if method.endswith("three times") else "control"), method
+    todo = [("gdn", *x) for x in arms(TINY)]
+    groups = list(stages._side_by_side(todo, 3))
+    assert [x for group in groups for x in group] == todo and max(map(len, groups)) <= 3
+    assert all(len({METHODS[method].times for _, method, _, _ in group}) == 1 for group in groups)
+
+
+def test_results_of_other_text_are_not_gone_on_with(tmp_path: Path) -> None:
+    about: dict[str, Any] = {"corpus": dict(load_corpus(TINY.text).about)}
+    (tmp_path / "out.json").write_text(json.dumps({"about": about, "rows": []}))
+    assert restore(tmp_path / "out.json", tmp_path / "run", TINY) == 0
+    about["corpus"] |= {"sha256": "0" * 64, "python": "3.9.1"}
+    (tmp_path / "out.json").write_text(json.dumps({"about": about, "rows": []}))
+    with pytest.raises(ValueError, match=r"measured on other text.*000000000000.*3\.9\.1.*without --resume"):
+        restore(tmp_path / "out.json", tmp_path / "run", TINY)
+
+
+def test_slopes_of_an_exact_model_are_what_its_gradient_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exact loss is smooth: a short way along its gradient it changes by what the gradient says, in every part."""
+    lab = Lab(TINY, tmp_path, "cpu")
+    lab.save("gdn", 0, build("gdn", TINY.size, 0))
+    monkeypatch.setattr(slopes, "POLICIES", ("exact", "fp8 token"))
+    monkeypatch.setattr(slopes, "_BATCHES", 2)
+    slopes.slopes(lab, float("inf"), "gdn")
+    exact, fp8 = (json.loads((tmp_path / "parts" / f"slopes gdn {n}.json").read_text()) for n in slopes.POLICIES)
+    for part, (promised, _) in exact["promised"].items():
+        assert exact["kept"]["0.01"][part][0] == pytest.approx(promised, rel=0.05, abs=0.02), part
+    assert exact["promised"]["loss"][0] > 0.1 and exact["promised"] != fp8["promised"]
 
 
 def test_generating_is_timed_between_two_lengths_of_one_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +332,7 @@ def test_generating_is_timed_between_two_lengths_of_one_cache(monkeypatch: pytes
     assert row["rounds"] == 1 and row["tokens_per_s"] * row["ms"] == pytest.approx(2000)
     assert row["states_gb_fp32"] == pytest.approx(4e-9 * 2 * TINY.size.linear * 2 * 16 * 16)
     names = [p.split("/") for p in generate.parts(False)]
-    assert {n for _, arm, n in names} == {"1", "64"} and {m for m, _, _ in names} == {"shaped", "trained"}
+    assert {n for _, arm, n in names} == {"1", "64", "256"} and {m for m, _, _ in names} == {"shaped", "trained"}
     for name, policy in generate.policies().items():
         assert name == "exact" or policy == NEAREST[name]
 

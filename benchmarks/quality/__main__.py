@@ -22,11 +22,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.quality import ahead
+from benchmarks.quality.config import METHODS
 from benchmarks.quality.lab import NAMED
 from benchmarks.quality.reduced import check
 from benchmarks.quality.results import collect, restore
 from benchmarks.quality.smoke import JOBS
-from benchmarks.quality.supervise import Supervisor, on_cpu, on_gpu
+from benchmarks.quality.supervise import PARTS, Supervisor, on_cpu, on_gpu
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,17 +36,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--only", nargs="*", default=[], help="of --smoke: measurements whose names begin so")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--seconds", type=float, default=540.0, help="for all of it")
+    parser.add_argument("--seconds", type=float, help="for all of it; default: 540, and 1800 of --reduced")
     parser.add_argument("--out", type=Path, help="the results")
     parser.add_argument("--folder", type=Path, help="of parts and checkpoints: a run goes on with those that are there")
     parser.add_argument("--keep", type=Path, help="where the bases' checkpoints are copied to")
     parser.add_argument("--resume", type=Path, help="results to go on from; checkpoints are looked for beside them")
     parser.add_argument("--commit", default="", help="the commit of the results, where there is no git")
-    parser.add_argument("--bases", action="store_true", help="train and measure the bases only; --resume goes on")
-    parser.add_argument("--together", type=int, help="further trainings side by side, where memory is short")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="behind the bases; --resume goes on")
+    parser.add_argument("--together", type=int, default=6, help="further trainings of each model side by side")
     parser.add_argument("--shares", type=int, default=6, help="processes that compile")
+    parser.add_argument("--methods", nargs="+", default=[], choices=METHODS, help="further trainings of these only")
     parser.add_argument("--steps", type=int, help="of further trainings")
     args = parser.parse_args(argv)
+    if args.seconds is None:
+        args.seconds = 1800.0 if args.reduced else 540.0  # a slow CPU takes longer, and compares the same
     name = "reduced" if args.reduced else "tiny" if args.tiny else "full"
     here = Path(__file__).resolve().parents[1] / "results"
     published = name == "full" and not args.smoke
@@ -54,11 +58,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.reduced:  # from nothing, every time
         shutil.rmtree(folder, ignore_errors=True)
     if args.resume is not None:
-        print(f"{restore(args.resume, folder)} parts are there already")
+        print(f"{restore(args.resume, folder, NAMED[name])} parts are there already")
         for path in args.resume.parent.glob("base_*.safetensors"):
             shutil.copy(path, folder / path.name)
     device = "cuda" if torch.cuda.is_available() and not args.reduced else "cpu"
-    said = shlex.join(["python", "-m", "benchmarks.quality", *(sys.argv[1:] if argv is None else argv)])
+    words = (Path(x).name if x.startswith("/") else x for x in (sys.argv[1:] if argv is None else argv))
+    said = shlex.join(["python", "-m", "benchmarks.quality", *words])  # without this machine's folders
 
     def gather(spent: dict[str, float]) -> None:
         collect(folder, out, NAMED[name], command=said, commit=args.commit, spent=spent, device=device)
@@ -82,7 +87,9 @@ def main(argv: list[str] | None = None) -> int:
             for log in sorted(folder.glob("ahead_*.log")):
                 print(log.name, log.read_text(errors="replace")[-1500:], flush=True)
         elif device == "cuda":
-            on_gpu(s, NAMED[name], args.shares, args.steps, training=not args.bases, together=args.together)
+            on_gpu(
+                s, NAMED[name], args.shares, args.steps, parts=args.parts, together=args.together, methods=args.methods
+            )
         else:
             on_cpu(s, NAMED[name], everything=not args.reduced)
     finally:

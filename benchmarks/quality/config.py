@@ -7,16 +7,18 @@ from typing import Any
 
 import lattn_compile as lc
 from benchmarks.quality.models import Size
-from benchmarks.quality.train import Plan
+from benchmarks.quality.train import Method
 
 __all__ = [
     "CALIBRATED",
     "FULL",
     "HEADLINE",
     "INVERSES",
+    "METHODS",
     "NEAREST",
     "OPERANDS",
     "OTHERS",
+    "OTHER_WAYS",
     "PREFILLS",
     "REDUCED",
     "RULE",
@@ -24,7 +26,9 @@ __all__ = [
     "Batches",
     "Settings",
     "arms",
+    "control_of",
     "policy_named",
+    "weights_of",
 ]  # fmt: skip
 
 RULE = """\
@@ -68,8 +72,8 @@ OTHERS: dict[str, lc.Policy] = {
         for f, fmt in _READ.items()
     },
 }
-"""The torch reference computes these, token by token: over a shorter horizon and fewer sequences. Two precisions have
-no error feedback (their anchor is exact)."""
+"""The torch reference computes these, token by token, on fewer sequences. Two precisions have no error feedback (their
+anchor is exact)."""
 
 HEADLINE = tuple(f"{f} {w}" for w in ("token", "replay 8") for f in _FORMATS)
 """Measured with every seed."""
@@ -123,13 +127,43 @@ def policy_named(name: str) -> lc.Policy | None:
     return None if name == "exact" else {**NEAREST, **OTHERS}[name]
 
 
-def arms(settings: Settings) -> list[list[tuple[str, str, int]]]:
-    """Further trainings in the order of their importance, groups of `(method, policy, seed)` for each model."""
+METHODS: dict[str, Method] = {
+    "exact": Method(peak=3e-4),
+    "qat": Method(peak=3e-4),
+    "qad": Method("distil", peak=2e-4, decay=0.0),
+    "qat of text": Method(peak=3e-4, shares=(1.0, 0.0, 0.0)),
+    "qat, memory a thirtieth": Method(peak=3e-4, shares=(1.0, 0.5 / 30, 0.25 / 30)),
+    "qat at 1e-4": Method(peak=1e-4),
+    "qat at 1e-3": Method(peak=1e-3),
+    "qat, long warm-up": Method(peak=3e-4, warm=30),
+    "exact, three times": Method(peak=3e-4, times=3),
+    "qat, three times": Method(peak=3e-4, times=3),
+}
+"""Further trainings."""
+
+OTHER_WAYS = ("qat of text", "qat, memory a thirtieth", "qat at 1e-4", "qat at 1e-3", "qat, long warm-up")
+"""Whether the recipe of "qat" is what fails under fp8."""
+
+
+def weights_of(method: str, policy: str) -> str:
+    """What rows call the weights of a further training."""
+    return "control" if method == "exact" else f"{method} {policy}"
+
+
+def control_of(weights: str) -> str:
+    """The weights that those of a further training are held against: trained on exactly for as many steps."""
+    found = next((m for m in sorted(METHODS, key=len, reverse=True) if weights.startswith(f"{m} ")), "exact")
+    times = METHODS[found].times
+    return next(weights_of(m, "exact") for m in METHODS if m.startswith("exact") and METHODS[m].times == times)
+
+
+def arms(settings: Settings) -> list[tuple[str, str, int]]:
+    """Further trainings of each model in the order of their importance, `(method, policy, seed)`."""
     seeds = range(settings.seeds)
-    first = [("exact", "exact", s) for s in seeds]
-    three = [("qat", name, s) for name in settings.trained for s in seeds]
-    one = [(method, name, 0) for method, name in settings.trained_once]
-    return [first + three, one]
+    found = [("exact", "exact", s) for s in seeds]
+    found += [(method, name, s) for method, name in settings.trained for s in seeds]
+    found += [(method, name, 0) for method, name in settings.trained_once]
+    return [x for x in found if not settings.methods or x[0] in settings.methods]
 
 
 @dataclass(frozen=True)
@@ -150,10 +184,11 @@ class Settings:
             learned over short distances first. further: batches of QAT and the like.
         recall, copy: shares of such sequences in a batch.
         base_steps, steps: of the base and of the further trainings; base_steps None: as many as the time allows.
-        counts: held-out sequences over `horizon` bytes; small: for what the torch reference computes, over
-            `small_horizon`.
+        counts: held-out sequences over `horizon` bytes. few: for what the torch reference computes; of the prefill's
+            operands over `short_horizon` only.
+        methods: of METHODS, those that are trained now; none: all.
         text: bytes of training text, None: all. headline_only: no other policies are measured.
-        trained: policies of QAT with every seed; trained_once: method and policy with the first one.
+        trained: method (of METHODS) and policy of further trainings with every seed; trained_once: with the first one.
     """
 
     models: tuple[str, ...] = ("gdn", "kda")
@@ -170,18 +205,24 @@ class Settings:
     copy: float = 0.25
     base_steps: int | None = None
     steps: int = 100
-    base: Plan = field(default_factory=lambda: Plan(peak=3e-3, warm=50))
-    peak: float = 3e-4
-    qad_peak: float = 2e-4
+    base: Method = field(default_factory=lambda: Method(peak=3e-3, warm=50))
     counts: tuple[int, int, int] = (48, 96, 48)
     horizon: int = 4096
-    small: tuple[int, int, int] = (16, 32, 16)
-    small_horizon: int = 1024
-    trained: tuple[str, ...] = HEADLINE
-    trained_once: tuple[tuple[str, str], ...] = (
-        *(("qad", name) for name in HEADLINE),
-        *(("qat", f"{f} replay 16") for f in _FORMATS),
+    few: tuple[int, int, int] = (16, 32, 16)
+    short_horizon: int = 1024
+    trained: tuple[tuple[str, str], ...] = (
+        *(("qat", f"{f} token") for f in _FORMATS),
+        *(("qad", f"{f} token") for f in ("int8", "nvfp4", "fp8")),
+        *(("qat", f"{f} replay 8") for f in _FORMATS),
+        *((method, "fp8 token") for method in OTHER_WAYS),
     )
+    trained_once: tuple[tuple[str, str], ...] = (
+        *(("qat", f"{f} replay 16") for f in _FORMATS),
+        *(("qad", f"{f} replay 8") for f in _FORMATS),
+        ("exact, three times", "exact"),
+        *(("qat, three times", f"{f} token") for f in ("fp8", "int8", "nvfp4")),
+    )
+    methods: tuple[str, ...] = ()
     text: int | None = None
     headline_only: bool = False
 
@@ -212,10 +253,15 @@ TINY = Settings(
     steps=2,
     counts=(2, 2, 2),
     horizon=64,
-    small=(1, 1, 1),
-    small_horizon=64,
-    trained=("nvfp4 token",),
-    trained_once=(("qad", "int8 replay 8"),),
+    few=(1, 1, 1),
+    short_horizon=64,
+    trained=(("qat", "nvfp4 token"),),
+    trained_once=(
+        ("qad", "int8 replay 8"),
+        ("qat of text", "fp8 token"),
+        ("exact, three times", "exact"),
+        ("qat, three times", "fp8 token"),
+    ),
     text=200_000,
 )
 """To see that everything runs."""

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import lattn_compile as lc
-from benchmarks.quality.config import FULL, REDUCED, TINY, Batches, Settings, policy_named
+from benchmarks.quality.config import FULL, METHODS, REDUCED, TINY, Batches, Settings, policy_named
 from benchmarks.quality.models import build
 from benchmarks.quality.tasks import Batch, Mixture, measured
 from benchmarks.quality.text import load_corpus
-from benchmarks.quality.train import Arm, Plan
+from benchmarks.quality.train import Arm
 
 __all__ = ["NAMED", "Lab"]
 
@@ -43,11 +43,11 @@ class Lab:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.corpus = load_corpus(self.settings.text)
 
-    def data(self, small: bool = False) -> dict[str, Batch]:
-        """The held-out sequences."""
+    def data(self, on: str = "all") -> dict[str, Batch]:
+        """The held-out sequences: "all", "few" of them, or few and "short"."""
         s = self.settings
-        counts = dict(zip(("text", "recall", "copy"), s.small if small else s.counts, strict=True))
-        return measured(self.corpus.heldout, counts, s.small_horizon if small else s.horizon, _HELD_OUT)
+        counts = dict(zip(("text", "recall", "copy"), s.counts if on == "all" else s.few, strict=True))
+        return measured(self.corpus.heldout, counts, s.short_horizon if on == "short" else s.horizon, _HELD_OUT)
 
     def mixture(self, batches: Batches, seed: int) -> Mixture:
         s = self.settings
@@ -67,17 +67,17 @@ class Lab:
     def further_arm(self, kind: str, method: str, policy: str, seed: int, *, linear: int | None = None) -> Arm:
         """A further training from the base, or with `linear` from new weights of so many linear layers."""
         s = self.settings
-        peak = s.qad_peak if method == "qad" else s.peak
-        plan = Plan(method, policy_named(policy), peak, 0.0 if method == "qad" else s.base.decay)
 
         def model() -> Any:
             if linear is not None:
                 return build(kind, replace(s.size, linear=linear), seed).to(self.device)
             return self.load(kind, seed)
 
-        teacher = model().requires_grad_(False) if method == "qad" else None
+        how = METHODS[method]
+        teacher = model().requires_grad_(False) if how.loss == "distil" else None
         data = self.mixture(s.further, seed + _FURTHER)
-        return Arm(f"{kind} {seed} {method} {policy}", model(), plan, data, teacher=teacher)
+        name = f"{kind} {seed} {method} {policy}"
+        return Arm(name, model(), how, data, policy=policy_named(policy), teacher=teacher)
 
     def checkpoint(self, kind: str, seed: int, *, draft: bool = False) -> Path:
         return self.folder / f"{'draft' if draft else 'base'}_{kind}_{seed}.safetensors"

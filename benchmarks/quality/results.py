@@ -18,6 +18,9 @@ from benchmarks.quality.text import load_corpus
 
 __all__ = ["collect", "restore"]
 
+_KINDS = {"base": "bases", "trained": "trained", "recipe": "recipes", "slopes": "slopes", "failed": "failed"}
+"""What a part is that is no row: its key, and the list that it goes to."""
+
 
 def collect(
     folder: Path, out: Path, settings: Settings, *, command: str, commit: str, spent: dict[str, float], device: str
@@ -29,12 +32,20 @@ def collect(
     """
     import transformers
 
-    found: dict[str, Any] = {"rows": [], "bases": [], "trained": [], "recipes": [], "failed": [], "smoke": None}
+    found: dict[str, Any] = {
+        "rows": [],
+        "bases": [],
+        "trained": [],
+        "recipes": [],
+        "slopes": [],
+        "failed": [],
+        "smoke": None,
+    }
     for path in sorted((folder / "parts").glob("*.json")):
         part = json.loads(path.read_text())
         if path.stem == "smoke":
             found["smoke"] = part
-        for key, where in (("base", "bases"), ("trained", "trained"), ("recipe", "recipes"), ("failed", "failed")):
+        for key, where in _KINDS.items():
             if key in part and "policy" not in part:
                 found[where].append(part)
                 break
@@ -67,18 +78,30 @@ def collect(
     return result
 
 
-def restore(out: Path, folder: Path) -> int:
-    """Parts of `folder` made from a file that `collect` wrote, so that a run goes on with them. Returns how many."""
+def restore(out: Path, folder: Path, settings: Settings) -> int:
+    """Parts of `folder` made from a file that `collect` wrote, so that a run goes on with them. Returns how many.
+
+    Raises:
+        ValueError: its text is another one: what is measured from here on would compare with nothing there.
+    """
     result = json.loads(out.read_text())
+    there, here = (x["sha256"] for x in (result["about"]["corpus"], load_corpus(settings.text).about))
+    if there != here:
+        raise ValueError(
+            f"{out} was measured on other text (SHA-256 {there[:12]}, here {here[:12]}): resume it with the Python "
+            f"that made it, {result['about']['corpus']['python']}, or measure everything anew without --resume"
+        )
     parts: dict[str, Any] = {}
     for row in result.get("rows", ()):
-        small = "small " if row["small"] else ""
-        parts[f"{row['model']} {row['seed']} {row['weights']} {small}{row['policy']}"] = row
+        on = "" if row["on"] == "all" else f"{row['on']} "
+        parts[f"{row['model']} {row['seed']} {row['weights']} {on}{row['policy']}"] = row
     for x in result.get("bases", ()):
         parts[f"base {x['base']} {x['seed']}"] = x
     for x in result.get("trained", ()):
-        method = "exact exact" if x["trained"] == "control" else x["trained"]
+        method = "exact exact" if x["trained"] == "control" else x["trained"]  # as stages._label has it
         parts[f"trained {x['model']} {x['seed']} {method}"] = x
+    for x in result.get("slopes", ()):
+        parts[f"slopes {x['model']} {x['slopes']}"] = x
     for x in result.get("recipes", ()):
         parts[f"recipe {x['model']}"] = x
         folder.mkdir(parents=True, exist_ok=True)

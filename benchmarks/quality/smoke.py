@@ -68,8 +68,8 @@ def smoke(lab: Lab, until: float, only: list[str] | None = None) -> None:
             lab.save(kind, 0, build(kind, lab.settings.size, 0))
     row = ("int8 token", "int8 replay 8")
 
-    def rows(names: tuple[str, ...], small: bool) -> dict[str, Any]:
-        model, data, layers = lab.load("gdn", 0), lab.data(small), lab.settings.size.linear
+    def rows(names: tuple[str, ...], on: str) -> dict[str, Any]:
+        model, data, layers = lab.load("gdn", 0), lab.data(on), lab.settings.size.linear
         torch.set_float32_matmul_precision("highest")
         times: dict[str, Any] = {}
         began = time.perf_counter()
@@ -81,12 +81,12 @@ def smoke(lab: Lab, until: float, only: list[str] | None = None) -> None:
                 got, _ = evaluate(model, [{**NEAREST, **OTHERS}[name]] * layers, data, reference)
                 times[again + name] = time.perf_counter() - began
                 times["kl of " + name] = got["kl"]["all"]
-                if small:
+                if on != "all":
                     break
         torch.set_float32_matmul_precision("high")
         return times
 
-    measure("rows", lambda: rows(row, False))
+    measure("rows", lambda: rows(row, "all"))
     arms: list[Arm] = []
 
     def trained(kind: str, name: str, count: int) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def smoke(lab: Lab, until: float, only: list[str] | None = None) -> None:
     measure("qat gdn int8 token, 6 together", lambda: trained("gdn", "int8 token", 6))
     measure("qat gdn int8 replay 8", lambda: trained("gdn", "int8 replay 8", 1))
     measure("qat kda int8 token", lambda: trained("kda", "int8 token", 1))
-    measure("rows of the reference", lambda: rows(("nvfp4 token, int4 feedback",), True))
+    measure("rows of the reference", lambda: rows(("nvfp4 token, int4 feedback",), "short"))
     measure("qat gdn nvfp4 token", lambda: trained("gdn", "nvfp4 token", 1))
 
     for number in range(1, len(lab.settings.curriculum)):
@@ -111,7 +111,7 @@ def _learns(lab: Lab, seconds: float) -> dict[str, Any]:
     arms = []
     for peak in (2e-3, 3e-3, 5e-3):
         arm = lab.base_arm("gdn", 0)
-        arm.plan = replace(arm.plan, peak=peak)
+        arm.method = replace(arm.method, peak=peak)
         arm.record()
         arms.append(arm)
     n = run(arms, until=time.perf_counter() + seconds, every=50)
@@ -119,7 +119,7 @@ def _learns(lab: Lab, seconds: float) -> dict[str, Any]:
     out: dict[str, Any] = {"steps": n}
     for arm in arms:
         row, _ = evaluate(arm.model, [None] * s.size.linear, data)
-        out[f"peak {arm.plan.peak}"] = [row["bits"], row["recall"], row["copy"]]
+        out[f"peak {arm.method.peak}"] = [row["bits"], row["recall"], row["copy"]]
     return out
 
 

@@ -21,6 +21,7 @@ from benchmarks.quality.ahead import compiling
 from benchmarks.quality.config import (
     CALIBRATED,
     HEADLINE,
+    METHODS,
     NEAREST,
     OTHERS,
     PREFILLS,
@@ -28,14 +29,16 @@ from benchmarks.quality.config import (
     Settings,
     arms,
     policy_named,
+    weights_of,
 )  # fmt: skip
 from benchmarks.quality.lab import Lab
 from benchmarks.quality.measure import Reference, evaluate
 from benchmarks.quality.models import linear_layers, logits_of, recurrence, under
+from benchmarks.quality.slopes import slopes
 from benchmarks.quality.tasks import PREFIX, Batch
 from benchmarks.quality.train import Arm, run
 
-__all__ = ["ahead", "bases", "calibrate", "further", "ptq", "rows"]
+__all__ = ["ahead", "bases", "calibrate", "further", "others", "ptq", "rows"]
 
 
 def _ready(arm: Arm) -> Arm:
@@ -47,6 +50,7 @@ def _ready(arm: Arm) -> Arm:
         arm.graph = None
         arm.optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
+    _free()  # what it took before it was recorded: each arm's stream keeps memory of its own
     return arm
 
 
@@ -118,9 +122,9 @@ def _tf32(on: bool) -> None:
 class _Bench:
     """Rows of one set of weights on one set of held-out sequences; the exact model runs when it is first needed."""
 
-    def __init__(self, lab: Lab, model: Any, labels: dict[str, Any], *, small: bool = False) -> None:
-        self.lab, self.model, self.labels, self.small = lab, model, labels, small
-        self.data: dict[str, Batch] = lab.data(small)
+    def __init__(self, lab: Lab, model: Any, labels: dict[str, Any], *, on: str = "all") -> None:
+        self.lab, self.model, self.labels, self.on = lab, model, labels, on
+        self.data: dict[str, Batch] = lab.data(on)
         self.layers = lab.settings.size.linear
         self.reference: Reference | None = None
 
@@ -146,10 +150,10 @@ class _Bench:
 
     def _name(self, policy: str) -> str:
         l = self.labels
-        return f"{l['model']} {l['seed']} {l['weights']} {'small ' if self.small else ''}{policy}"
+        return f"{l['model']} {l['seed']} {l['weights']} {'' if self.on == 'all' else self.on + ' '}{policy}"
 
     def _write(self, policy: str, row: dict[str, Any], began: float) -> None:
-        part = {**self.labels, "policy": policy, "small": self.small, "device": self.lab.device}
+        part = {**self.labels, "policy": policy, "on": self.on, "device": self.lab.device}
         self.lab.write(self._name(policy), part | row | {"seconds": time.perf_counter() - began})
 
 
@@ -157,9 +161,9 @@ def rows(lab: Lab, until: float, kind: str, after: Path | None) -> None:
     """Everything that is measured on the bases of one model, once `after` is there."""
     _wait(lab, until, kind, after)
     ptq(lab, until, (kind,))
-    rest(lab, until, kind)
-    others(lab, until, kind)
     calibrated(lab, until, kind)
+    slopes(lab, until, kind)
+    prefills(lab, until, kind)
 
 
 def _wait(lab: Lab, until: float, kind: str, after: Path | None) -> None:
@@ -205,102 +209,101 @@ def _exactly(lab: Lab, options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def further(lab: Lab, until: float, kinds: tuple[str, ...], after: Path | None, together: int) -> None:
-    """QAT, QAD and the control of some models, once `after` is there: so many at a time side by side, each measured at
-    once; the models in turn."""
-    _wait(lab, until, kinds[0], after)
-    longest = 0.0
-    for group in arms(lab.settings):
-        left = {
-            kind: [(kind, *x) for x in group if not lab.has(f"trained {_label(kind, *x)}")]
-            for kind in kinds
-        }  # fmt: skip
-        for first, kind in itertools.product(range(0, len(group), together), kinds):
-            todo = [x for x in left[kind][first : first + together] if lab.checkpoint(kind, x[3]).exists()]
-            began = time.perf_counter()
-            # One that cannot end is not begun: arms of fewer steps compare with nothing.
-            if not todo or began + 0.8 * longest > until:
-                continue
-            if not lab.attempt(f"group of {len(todo)}, {_label(*todo[0])}", partial(_group, lab, todo, until)):
-                for one in todo if len(todo) > 1 else ():  # of one that failed, the others are not lost
-                    _free()
-                    lab.forget_rows(one[0], one[3], _weights(one[1], one[2]))  # of the weights that are gone
-                    lab.attempt(f"group of 1, {_label(*one)}", partial(_group, lab, [one], until))
-            longest = max(longest, time.perf_counter() - began)
-            _free()
+_Further = tuple[str, str, str, int]
+"""Model, method, policy and seed of a further training."""
+
+
+def further(lab: Lab, until: float, kind: str, after: Path | None, together: int) -> None:
+    """QAT, QAD and the control of a model, once `after` is there: so many side by side, each measured at once."""
+    _wait(lab, until, kind, after)
+    pace = 0.0  # seconds of a group of the usual steps
+    left = [(kind, *x) for x in arms(lab.settings) if not lab.has(f"trained {_label(kind, *x)}")]
+    left = [x for x in left if lab.checkpoint(kind, x[3]).exists()]
+    for todo in _side_by_side(left, together):
+        began, times = time.perf_counter(), METHODS[todo[0][1]].times
+        # One that cannot end is not begun: arms of fewer steps compare with nothing.
+        if began + 0.8 * pace * times > until:
+            continue
+        if not lab.attempt(f"group of {len(todo)}, {_label(*todo[0])}", partial(_group, lab, todo, until)):
+            for one in todo if len(todo) > 1 else ():  # of one that failed, the others are not lost
+                _free()
+                lab.forget_rows(one[0], one[3], weights_of(one[1], one[2]))  # of the weights that are gone
+                lab.attempt(f"group of 1, {_label(*one)}", partial(_group, lab, [one], until))
+        pace = max(pace, (time.perf_counter() - began) / times)
+        _free()
+
+
+def _side_by_side(arms: list[_Further], together: int) -> Iterator[list[_Further]]:
+    """Groups of so many, all of as many steps."""
+    for _, same in itertools.groupby(arms, lambda x: METHODS[x[1]].times):
+        every = list(same)
+        for first in range(0, len(every), together):
+            yield every[first : first + together]
 
 
 def _label(kind: str, method: str, policy: str, seed: int) -> str:
     return f"{kind} {seed} {method} {policy}"
 
 
-def _weights(method: str, policy: str) -> str:
-    """What rows call the weights of a training."""
-    return "control" if method == "exact" else f"{method} {policy}"
-
-
-def _group(lab: Lab, todo: list[tuple[str, str, str, int]], until: float) -> None:
+def _group(lab: Lab, todo: list[_Further], until: float) -> None:
     s = lab.settings
     _tf32(True)
     made = [_ready(lab.further_arm(kind, method, policy, seed)) for kind, method, policy, seed in todo]
-    began = time.perf_counter()
-    n = run(made, steps=s.steps, until=until, tick=_said)
+    began, steps = time.perf_counter(), s.steps * METHODS[todo[0][1]].times
+    n = run(made, steps=steps, until=until, tick=_said)
     spent = time.perf_counter() - began
     _tf32(False)
     for arm, (kind, method, policy, seed) in zip(made, todo, strict=True):
         label = _label(kind, method, policy, seed)
-        if n < s.steps or arm.failed is not None:
-            why = arm.failed or f"the time ended after {n} of {s.steps} steps"
+        if n < steps or arm.failed is not None:
+            why = arm.failed or f"the time ended after {n} of {steps} steps"
             lab.write(f"failed {label}", {"failed": label, "why": why})
             continue
-        weights = _weights(method, policy)
+        weights = weights_of(method, policy)
         bench = _Bench(lab, arm.model, {"model": kind, "seed": seed, "weights": weights})
         bench.exact()
-        for name in HEADLINE if method == "exact" else (policy,):
+        for name in HEADLINE if policy == "exact" else (policy,):
             bench.row(name, [policy_named(name)] * s.size.linear)
         if method == "exact" and seed == 0:
-            for method_, name in s.trained_once:
-                if method_ and name not in HEADLINE:
-                    bench.row(name, [policy_named(name)] * s.size.linear)
+            for _, name in s.trained_once:
+                bench.row(name, [policy_named(name)] * s.size.linear)
         part = {"trained": weights, "model": kind, "seed": seed, "steps": n, "curve": arm.curve, "seconds": spent}
         lab.write(f"trained {label}", part | {"together": len(made), "graph": arm.graph is not None})
 
 
-def rest(lab: Lab, until: float, kind: str) -> None:
-    """The nearest policies and the prefill's operands, on the smaller set."""
+def prefills(lab: Lab, until: float, kind: str) -> None:
+    """The prefill's operands and inverses, on the shorter set."""
     _tf32(False)
     s = lab.settings
     if not lab.checkpoint(kind, 0).exists():
         return
-    bench = _Bench(lab, lab.load(kind, 0), {"model": kind, "seed": 0, "weights": "base"}, small=True)
-    for name, policy in NEAREST.items():
-        if time.perf_counter() < until:
-            bench.row(name, [policy] * s.size.linear)
+    bench = _Bench(lab, lab.load(kind, 0), {"model": kind, "seed": 0, "weights": "base"}, on="short")
     for name, prefill in PREFILLS.items():
         if time.perf_counter() < until:
             policy = lc.Policy(write=lc.Exact(), prefill=prefill)
             bench.row(f"prefill: {name}", [policy] * s.size.linear, way="whole")
 
 
-def others(lab: Lab, until: float, kind: str) -> None:
-    """Stochastic rounding and error feedback, on the smaller set."""
+def others(lab: Lab, until: float, kind: str, share: int, shares: int, after: Path | None) -> None:
+    """Stochastic rounding and error feedback, and what is beside them: every `shares`-th policy."""
+    _wait(lab, until, kind, after)
     _tf32(False)
     s = lab.settings
     if not lab.checkpoint(kind, 0).exists():
         return
-    bench = _Bench(lab, lab.load(kind, 0), {"model": kind, "seed": 0, "weights": "base"}, small=True)
-    for name, policy in OTHERS.items():
+    bench = _Bench(lab, lab.load(kind, 0), {"model": kind, "seed": 0, "weights": "base"}, on="few")
+    for name, policy in list({**NEAREST, **OTHERS}.items())[share::shares]:
         if time.perf_counter() < until:
             bench.row(name, [policy] * s.size.linear)
 
 
 def calibrated(lab: Lab, until: float, kind: str) -> None:
-    """The recipe of `calibrate`, on the smaller set, once it is there."""
+    """The recipe of `calibrate`, once it is there."""
     recipe = lab.folder / f"recipe_{kind}.json"
     while not recipe.exists() and not lab.has(f"failed calibrate {kind}") and time.perf_counter() < until:
         time.sleep(0.2)
     if recipe.exists() and lab.checkpoint(kind, 0).exists():
-        bench = _Bench(lab, lab.load(kind, 0), {"model": kind, "seed": 0, "weights": "base"}, small=True)
+        bench = _Bench(lab, lab.load(kind, 0), {"model": kind, "seed": 0, "weights": "base"}, on="few")
         rules = lc.Recipe.load(recipe)
         found = [rules.resolve(f"{path}/{kind}#0")[1] for path in linear_layers(bench.model)]
         bench.row("calibrated", [p if p is not None and p.rounded_format is not None else None for p in found])
@@ -358,7 +361,7 @@ def _jobs(lab: Lab) -> Iterator[tuple[str, Callable[[], Any]]]:
 
             yield f"base {kind}" if stage == 0 else f"base {kind} {stage}", base
     one = replace(s, size=replace(s.size, linear=1))
-    small = Lab(one, lab.folder, lab.device)
+    thin = Lab(one, lab.folder, lab.device)
     # As many sequences as `evaluate` takes at a time.
     few = {"text": 16, "recall": 32, "copy": 16}
     data = {name: Batch(b.ids[: few[name]], b.kinds[: few[name]]) for name, b in lab.data().items()}
@@ -368,21 +371,24 @@ def _jobs(lab: Lab) -> Iterator[tuple[str, Callable[[], Any]]]:
                 continue
 
             def row(kind: str = kind, policy: lc.Policy | None = policy) -> None:
-                evaluate(small.base_arm(kind, 0).model, [policy], data)
+                evaluate(thin.base_arm(kind, 0).model, [policy], data)
 
             yield f"row {kind} {name}", row
 
         def control(kind: str = kind) -> None:
-            evaluate(small.base_arm(kind, 0).model, [None], data, way="fast")
+            evaluate(thin.base_arm(kind, 0).model, [None], data, way="fast")
 
         if not lab.has(f"{kind} 0 base exact, windows of 16 (control)"):
             yield f"row {kind} fast", control
-    every = list(itertools.chain(*arms(s)))
+    every = arms(s)
+    met: set[tuple[str, bool, str]] = set()
     for method, name in dict.fromkeys((m, n) for m, n, _ in every):
         for kind in s.models:
             seeds = [seed for m, n, seed in every if (m, n) == (method, name)]
-            if all(lab.has(f"trained {_label(kind, method, name, seed)}") for seed in seeds):
+            same = (kind, METHODS[method].loss == "distil", name)  # methods differ by numbers only
+            if same in met or all(lab.has(f"trained {_label(kind, method, name, seed)}") for seed in seeds):
                 continue
+            met.add(same)
 
             def train(kind: str = kind, method: str = method, name: str = name) -> None:
                 lab.further_arm(kind, method, name, 0, linear=1).compute()

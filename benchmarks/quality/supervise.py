@@ -5,20 +5,25 @@ Whatever happens to a part, its results are on the disk, and `FILE.json` is made
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.quality import ahead
 from benchmarks.quality.config import Settings
 
-__all__ = ["Supervisor"]
+__all__ = ["PARTS", "Supervisor", "on_cpu", "on_gpu"]
 
 _WORK = ["-m", "benchmarks.quality.work"]
+PARTS = ("further", "rows", "others")
+"""Of a run, behind the bases: further trainings, what is measured on the bases, what the torch reference computes."""
+_OTHERS = 3
+"""Processes that share what the torch reference computes of a model: each waits for its own launches."""
 
 
 class Supervisor:
@@ -104,11 +109,16 @@ class Supervisor:
         self.collect(self.spent)
 
     def join(self, processes: list[subprocess.Popen[bytes]], seconds: float, tries: int = 3) -> None:
-        """Waits for processes, begins those again that died of something, and ends them when the time is over."""
+        """Waits for processes, begins those again that died of something, and ends them when the time is over. What is
+        there is put together now and then: who started this may end it without notice."""
         end = time.perf_counter() + max(0.0, min(seconds, self.left()))
         left = dict.fromkeys(processes, tries - 1)
+        collected = time.perf_counter()
         while any(process.poll() is None for process in left) and time.perf_counter() < end:
             time.sleep(0.1)
+            if time.perf_counter() > collected + 15.0:
+                self.collect(self.spent)
+                collected = time.perf_counter()
             for process in [p for p, again in left.items() if p.poll() not in (None, 0) and again]:
                 print(f"exit {process.returncode}, begun again: {self.begun[process.pid][0][3]}", flush=True)
                 left[self._begin(*self.begun[process.pid])] = left.pop(process) - 1
@@ -131,32 +141,38 @@ def _environment() -> dict[str, str]:
 
 
 def on_gpu(
-    s: Supervisor, settings: Settings, shares: int, steps: int | None, *, training: bool, together: int | None
-) -> None:
+    s: Supervisor, settings: Settings, shares: int, steps: int | None, *, parts: Sequence[str], together: int,
+    methods: Sequence[str] = (),
+) -> None:  # fmt: skip
     """The order of a run on one GPU, and how its time is divided. What runs beside is on other cores.
 
     Args:
-        training: also QAT and QAD; without, the bases and their rows only, and another run goes on (`--resume`).
-        together: trainings side by side where memory is short, the models in turn; None: both models at once.
+        parts: of PARTS; another run goes on with the others (`--resume`).
+        methods: further trainings of these only; none: all.
+        together: further trainings of each model side by side, about 5 GB each.
     """
     compiled, trained = (s.folder / f"go_{name}" for name in ("bases", "rows"))
     for path in (compiled, trained):
         path.unlink(missing_ok=True)
     bases = [(kind, seed) for kind in settings.models for seed in range(settings.seeds)]
     missing = not all((s.folder / f"base_{kind}_{seed}.safetensors").exists() for kind, seed in bases)
-    compiling = s.ahead(shares)
+    those = ["--methods", *methods]
+    compiling = s.ahead(shares, *those)
     # Libraries load for up to a minute on a machine that has not seen them yet: everything starts at once, the first to
     # need them first, and what comes later waits for the bases.
-    end = (0.35 if training else 0.64) * s.left() if missing else 0.0
+    end = (0.35 if "further" in parts else 0.64) * s.left() if missing else 0.0
     first = s.start("bases", "--seconds", f"{end:.1f}", "--after", str(compiled), quiet=False) if missing else None
     more = ["--seconds", f"{s.left() - 12.0:.0f}", "--after", str(trained)]
-    more_steps = [] if steps is None else ["--steps", str(steps)]
-    waiting = [s.start("rows", "--model", kind, *more, name=f"rows_{kind}") for kind in settings.models]
-    if training:
-        if together is not None:
-            more_steps += ["--together", str(together)]
-        kinds = settings.models if together is None else ("all",)
-        waiting += [s.start("further", "--model", kind, *more, *more_steps, name=f"further_{kind}") for kind in kinds]
+    options = {
+        "rows": [[]],
+        "further": [[*those, "--together", str(together), *([] if steps is None else ["--steps", str(steps)])]],
+        "others": [["--share", f"{i}/{_OTHERS}"] for i in range(_OTHERS)],
+    }
+    waiting = [
+        s.start(part, "--model", kind, *more, *option, name=f"{part}_{kind}_{i}")
+        for part, kind in itertools.product(parts, settings.models)
+        for i, option in enumerate(options[part])
+    ]
     if missing:
         until = time.perf_counter() + 0.15 * s.left()
         for kind in settings.models:
@@ -182,7 +198,7 @@ def on_cpu(s: Supervisor, settings: Settings, *, everything: bool) -> None:
         s.stage("ptq", s.left())
         return
     s.join([s.start("calibrate", "--model", kind, name=f"calibrate_{kind}") for kind in settings.models], s.left())
-    for stage in ("rows", "further"):
+    for stage in PARTS:
         for kind in settings.models:
             s.stage(stage, s.left(), "--model", kind)
     s.finish()

@@ -20,38 +20,38 @@ import lattn_compile as lc
 from benchmarks.quality.models import logits_of, recurrence, under
 from benchmarks.quality.tasks import KINDS, PREFIX, Batch, Mixture
 
-__all__ = ["Arm", "Plan", "loss_of", "rate", "run"]
-
-_SHARES = {KINDS["text"]: 1.0, KINDS["recall"]: 0.5, KINDS["copy"]: 0.25}
-"""Of the loss, whatever the number of such bytes: in long sequences answers are one byte in a hundred."""
+__all__ = ["Arm", "Method", "loss_of", "rate", "run"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Method:
     """How an arm is trained.
 
     Attributes:
-        method: "exact"; "qat": the usual loss through the rounding; "qad": KL to the exact model it started from.
-        policy: of every linear layer; None with "exact".
+        loss: "data": `loss_of` what comes next; "distil": KL to the exact model it started from.
         peak: highest learning rate. decay: of the matrices.
         warm: steps until the rate is at its height. It is a number of steps and no share of a time that also passes
             while nothing is trained: the first steps of AdamW at the full rate take from a model what it begins with.
+        shares: of text, answers and letters in the loss, whatever the number of such bytes: in long sequences answers
+            are one byte in a hundred.
+        times: of the usual number of steps.
     """
 
-    method: str = "exact"
-    policy: lc.Policy | None = None
+    loss: str = "data"
     peak: float = 2e-3
     decay: float = 0.1
     warm: int = 5
+    shares: tuple[float, float, float] = (1.0, 0.5, 0.25)
+    times: int = 1
 
 
-def loss_of(logits: Tensor, ids: Tensor, kinds: Tensor) -> Tensor:
+def loss_of(logits: Tensor, ids: Tensor, kinds: Tensor, shares: tuple[float, float, float] = Method.shares) -> Tensor:
     """Nats of text, answers and letters, each the mean over its bytes, in fixed shares; nothing is copied from the
     host, which a CUDA graph would not record."""
     nats = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten().long(), reduction="none")
     loss = nats.new_zeros(())
-    for kind, share in _SHARES.items():
-        here = (kinds == kind).flatten().to(nats.dtype)
+    for kind, share in zip(("text", "recall", "copy"), shares, strict=True):
+        here = (kinds == KINDS[kind]).flatten().to(nats.dtype)
         loss = loss + share * (nats * here).sum() / here.sum().clamp(min=1.0)
     return loss
 
@@ -59,8 +59,15 @@ def loss_of(logits: Tensor, ids: Tensor, kinds: Tensor) -> Tensor:
 class Arm:
     """One training."""
 
-    def __init__(self, name: str, model: Any, plan: Plan, data: Mixture, *, teacher: Any = None) -> None:
-        self.name, self.model, self.plan, self.teacher = name, model.train(), plan, teacher
+    def __init__(
+        self, name: str, model: Any, method: Method, data: Mixture, *, policy: lc.Policy | None = None,
+        teacher: Any = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            policy: of every linear layer behind the prefix; None: exact. teacher: with the loss "distil".
+        """
+        self.name, self.model, self.method, self.policy, self.teacher = name, model.train(), method, policy, teacher
         self.device = next(model.parameters()).device
         cuda = self.device.type == "cuda"
         self.layers = model.config.layer_types.count("linear_attention")
@@ -68,17 +75,17 @@ class Arm:
         # Decay pulls matrices only: on the bias of a gate it would pull a memory of thousands of tokens to one of few.
         groups = [
             {"params": [p for p in model.parameters() if (p.dim() == 2) == matrices], "weight_decay": decay}
-            for matrices, decay in ((True, plan.decay), (False, 0.0))
+            for matrices, decay in ((True, method.decay), (False, 0.0))
         ]
         self.optimizer = torch.optim.AdamW(
-            groups, lr=self.lr if cuda else plan.peak, betas=(0.9, 0.95),
+            groups, lr=self.lr if cuda else method.peak, betas=(0.9, 0.95),
             **({"fused": True, "capturable": True} if cuda else {}),
         )  # fmt: skip
         self.stream = torch.cuda.Stream() if cuda else None
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.steps, self.curve = 0, list[tuple[int, float, float]]()
-        # Of the steps since they were last read: the loss, right answers and questions of recall.
-        self.total, self.right, self.asked = (torch.zeros((), device=self.device) for _ in range(3))
+        self.steps, self.curve = 0, list[tuple[int, float, float, float]]()
+        # Of the steps since they were last read: the loss, the gradient's norm, right answers and questions of recall.
+        self.sums = tuple(torch.zeros((), device=self.device) for _ in range(4))
         self.failed: str | None = None
         self.load(data)
 
@@ -91,26 +98,26 @@ class Arm:
 
     def compute(self) -> None:
         """One step on `ids` and `kinds`; nothing here waits for a device."""
-        policies = [self.plan.policy] * self.layers
+        policies = [self.policy] * self.layers
         inputs = self.ids[:, :-1]
         with recurrence(under(policies, PREFIX), self.layers):
             logits = logits_of(self.model, inputs)
-        if self.plan.method == "qad":
+        if self.method.loss == "distil":
             with torch.no_grad(), recurrence(under([None] * self.layers, PREFIX), self.layers):
                 wanted = logits_of(self.teacher, inputs)[:, PREFIX:].float().log_softmax(-1)
             ours = logits[:, PREFIX:].float().log_softmax(-1)
             loss = (wanted.exp() * (wanted - ours)).sum(-1).mean()
         else:
-            loss = loss_of(logits, self.ids, self.kinds)
+            loss = loss_of(logits, self.ids, self.kinds, self.method.shares)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            self.total.add_(loss.detach())
             asked = self.kinds == KINDS["recall"]
-            self.asked.add_(asked.sum())
-            self.right.add_(((logits.detach().argmax(-1) == self.ids[:, 1:]) & asked).sum())
+            right = (logits.detach().argmax(-1) == self.ids[:, 1:]) & asked
+            for total, x in zip(self.sums, (loss.detach(), norm, right.sum(), asked.sum()), strict=True):
+                total.add_(x)
 
     def record(self) -> None:
         """Record a step; the weights and the optimizer are afterwards what they were before.
@@ -139,7 +146,7 @@ class Arm:
                 p.copy_(was)
             for key, x in self._moments(clone=False).items():
                 x.zero_() if fresh else x.copy_(moments[key])
-            for x in (self.total, self.right, self.asked):
+            for x in self.sums:
                 x.zero_()
         torch.cuda.synchronize()
 
@@ -177,13 +184,13 @@ class Arm:
         """Mean loss in nats of the last `since` steps, and the share of right answers of recall; waits for them."""
         if self.stream is not None:
             self.stream.synchronize()
-        mean = self.total.item() / max(1, since)
-        right = self.right.item() / max(1.0, self.asked.item())
-        for x in (self.total, self.right, self.asked):
+        loss, norm, rights, asked = (x.item() for x in self.sums)
+        mean, right = loss / max(1, since), rights / max(1.0, asked)
+        for x in self.sums:
             x.zero_()
         if self.stream is not None:
             torch.cuda.synchronize()
-        self.curve.append((self.steps, mean, right))
+        self.curve.append((self.steps, mean, right, norm / max(1, since)))
         if not math.isfinite(mean):
             self.failed = f"loss {mean} at step {self.steps}"
         return mean, right
@@ -218,7 +225,7 @@ def run(
             break
         share = done(n) if done is not None else n / steps if steps is not None else 0.0
         for arm in live:
-            arm.step(rate(share, arm.plan.peak, (arm.steps + 1) / arm.plan.warm))
+            arm.step(rate(share, arm.method.peak, (arm.steps + 1) / arm.method.warm))
         n += 1
         # Waiting now and then keeps the queue short, so that the clock above is the device's.
         if n % every == 0 or n == steps:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.quality.config import HEADLINE
+from benchmarks.quality.config import HEADLINE, control_of
 
 __all__ = ["APART", "CONTROL", "Judged", "Spread", "at", "judged", "metric", "order", "reproduced", "seeds", "spread"]
 
@@ -49,13 +49,13 @@ def metric(name: str) -> Callable[[Row], float]:
     return lambda row: float(row[name]["all"])
 
 
-def seeds(rows: list[Row], model: str, weights: str, policy: str, of: str, *, small: bool = False) -> dict[int, float]:
+def seeds(rows: list[Row], model: str, weights: str, policy: str, of: str, *, on: str = "all") -> dict[int, float]:
     """Seed -> number, of the rows that match."""
     value = metric(of)
     return {
         row["seed"]: value(row)
         for row in rows
-        if (row["model"], row["weights"], row["policy"], row["small"]) == (model, weights, policy, small)
+        if (row["model"], row["weights"], row["policy"], row["on"]) == (model, weights, policy, on)
     }
 
 
@@ -75,9 +75,16 @@ class Judged:
     verdict: str
 
 
-def judged(rows: list[Row], model: str, weights: str, policy: str, of: str) -> Judged | None:
-    """Of a training, named as its rows' weights; None without its rows and the control's."""
-    exact, under = (seeds(rows, model, "control", p, of) for p in ("exact", policy))
+def judged(
+    rows: list[Row], model: str, weights: str, policy: str, of: str, *, against: str | None = None
+) -> Judged | None:
+    """Of a training, named as its rows' weights; None without its rows and the control's.
+
+    Args:
+        against: other weights than the rule's control.
+    """
+    control = control_of(weights) if against is None else against
+    exact, under = (seeds(rows, model, control, p, of) for p in ("exact", policy))
     trained = seeds(rows, model, weights, policy, of)
     both = sorted(exact.keys() & under.keys() & trained.keys())
     cost = spread(under[s] - exact[s] for s in both)
@@ -119,8 +126,8 @@ def order(rows: list[Row], model: str, of: str, step: str) -> list[tuple[str, st
 
 def at(rows: list[Row], model: str, weights: str, policy: str, of: str, step: str) -> dict[int, float]:
     """Seed -> "dlogp" or "kl" in one bucket of horizons."""
-    wanted = (model, weights, policy, False)
-    return {r["seed"]: r[of][step] for r in rows if (r["model"], r["weights"], r["policy"], r["small"]) == wanted}
+    wanted = (model, weights, policy, "all")
+    return {r["seed"]: r[of][step] for r in rows if (r["model"], r["weights"], r["policy"], r["on"]) == wanted}
 
 
 def reproduced(
