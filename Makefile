@@ -37,8 +37,9 @@ test: lint check
 
 # One thread a process: with $(JOBS) processes on as many cores, more threads only wait for each other. A process takes
 # tests that follow one another, whose fixtures and traces it then makes once, and at the end what another has left.
+# Bytecode is kept whatever the environment says: dozens of processes that tests start import the same files.
 check: $(VENV)/.dev
-	OMP_NUM_THREADS=1 LATTN_TEST_HF517="$(ALT)/hf517" LATTN_TEST_FLA="$(ALT)/fla" \
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= LATTN_TEST_HF517="$(ALT)/hf517" LATTN_TEST_FLA="$(ALT)/fla" \
 	    $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-full: export LATTN_CONFORMANCE := full

@@ -207,11 +207,12 @@ def _complete(
     rest = [name for name in ranges if name not in at]
     rng.shuffle(rest)
     for name in rest:
+        before = [other for other in at.items() if order[other[0]] < order[name]]
+        after = [other for other in at.items() if order[other[0]] > order[name]]
 
-        def gain(i: int, name: str = name) -> int:
-            there = list(at.items())
-            pairs = (sorted([(name, i), other], key=lambda x: order[x[0]]) for other in there)
-            return sum(tuple(pair) in missing for pair in pairs)
+        def gain(i: int, name: str = name, before: list[Any] = before, after: list[Any] = after) -> int:
+            one = (name, i)
+            return sum((other, one) in missing for other in before) + sum((one, other) in missing for other in after)
 
         chosen = {other: ranges[other][j] for other, j in at.items()}
         choices = list(range(len(ranges[name])))

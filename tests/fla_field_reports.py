@@ -1,4 +1,4 @@
-"""Field reports about flash-linear-attention on a machine without a GPU. Run by `test_field_reports_compile.py` in a
+"""Field reports about flash-linear-attention on a machine without a GPU. Run by `passes/test_capture.py` in a
 process that has FLA."""
 
 from __future__ import annotations

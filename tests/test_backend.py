@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import lattn_compile as lc
-from lattn_compile import backend
+from lattn_compile import backend, sources
 from lattn_compile.testing.backend import recorded
 
 ROOT = Path(__file__).parents[1]
@@ -173,12 +173,11 @@ def _child(
     return [json.loads(line) for line in done.stdout.splitlines()[-len(policies) :]]
 
 
-def test_a_changed_policy_or_source_never_hits_a_stale_artifact(tmp_path: Path) -> None:
+def test_a_changed_policy_or_source_never_hits_a_stale_artifact(tmp_path: Path, cold_cache: Path) -> None:
     """Fresh processes over one cache folder: the same again hits, and any change misses and gives other numbers."""
-    cache = tmp_path / "cache"
-    (first,) = _child(["'int8'"], cache)
+    (first,) = _child(["'int8'"], cold_cache)
     assert first["misses"] > 0
-    again, *others = _child(["'int8'", "'fp8'", "lc.Policy(lc.Int8(), readout='after_write')", "'exact'"], cache)
+    again, *others = _child(["'int8'", "'fp8'", "lc.Policy(lc.Int8(), readout='after_write')", "'exact'"], cold_cache)
     assert again["misses"] == 0
     assert again["hits"] > 0
     assert (again["loss"], again["grad"]) == (first["loss"], first["grad"])
@@ -187,19 +186,28 @@ def test_a_changed_policy_or_source_never_hits_a_stale_artifact(tmp_path: Path) 
         assert result["loss"] != first["loss"]
 
     # The same policy with another source file: the copy differs in a comment only.
-    for source in ("kernels/reference/decode.py", "lowering/step.py"):
-        (changed,) = _child(["'int8'"], cache, _changed_copy(tmp_path, source))
-        assert changed["misses"] > 0, source
-        assert changed["loss"] == first["loss"]
+    (changed,) = _child(["'int8'"], cold_cache, _changed_copy(tmp_path, "lowering/step.py"))
+    assert changed["misses"] > 0
+    assert changed["loss"] == first["loss"]
 
 
-def test_plain_inductor_never_calls_an_op_by_an_older_schema(tmp_path: Path) -> None:
+def test_every_source_file_is_part_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_ROOT", _changed_copy(tmp_path, "backend.py") / "lattn_compile")
+    files = [path for path in sources._ROOT.rglob("*.py") if path.name != "__init__.py"]
+    assert len({path.parent for path in files}) > 5
+    seen = {backend.source_hash.__wrapped__()}
+    for file in files:
+        file.write_text(file.read_text() + "\n# another version\n")
+        seen.add(backend.source_hash.__wrapped__())
+    assert len(seen) == len(files) + 1
+
+
+def test_plain_inductor_never_calls_an_op_by_an_older_schema(tmp_path: Path, cold_cache: Path) -> None:
     """torch's cache keys hold an op's name only: a backward compiled by another version would miss arguments."""
-    cache = tmp_path / "cache"
-    first, again = _child(["'int8'", "'int8'"], cache, backend="inductor")
+    first, again = _child(["'int8'", "'int8'"], cold_cache, backend="inductor")
     assert first["misses"] > 0
     assert again["misses"] == 0
-    (changed,) = _child(["'int8'"], cache, _changed_copy(tmp_path, "ops/options.py"), backend="inductor")
+    (changed,) = _child(["'int8'"], cold_cache, _changed_copy(tmp_path, "ops/options.py"), backend="inductor")
     assert changed["misses"] > 0
     assert changed["loss"] == again["loss"] == first["loss"]
 

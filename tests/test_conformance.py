@@ -1,6 +1,6 @@
 """Every kind × write mode × format × policy option × shape through `lc.linear_attention`, held to the float64 loop.
 
-By default a set of cases in which every legal pair of choices occurs, `LATTN_CONFORMANCE_COVERS` (2) times with other
+By default a set of cases in which every legal pair of choices occurs, `LATTN_CONFORMANCE_COVERS` (1) times with other
 company. `LATTN_CONFORMANCE=full` draws `LATTN_CONFORMANCE_CASES` (2,000) cases from the whole product instead, with
 the seed `LATTN_CONFORMANCE_SEED` (0).
 """
@@ -40,7 +40,7 @@ def setting(name: str, default: int) -> int:
 def cases() -> list[Case]:
     if FULL:
         return [Case(**one) for one in sample(AXES, setting("CASES", 2000), seed=setting("SEED", 0))]
-    covers = (pairwise_cover(AXES, seed=seed) for seed in range(setting("COVERS", 2)))
+    covers = (pairwise_cover(AXES, seed=seed) for seed in range(setting("COVERS", 1)))
     return list(dict.fromkeys(Case(**one) for cover in covers for one in cover))
 
 
@@ -78,7 +78,7 @@ def test_every_value_goes_with_neutral_ones_so_a_partial_choice_that_is_legal_ca
             assert is_legal({name: value}), (name, value)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_cover_holds_every_legal_pair_and_nothing_illegal(seed: int) -> None:
     cover = pairwise_cover(AXES, seed=seed)
     assert cover == pairwise_cover(AXES, seed=seed)

@@ -6,12 +6,9 @@ Each stands for a kind; the report's id is in a comment. `recorded()` runs the r
 from __future__ import annotations
 
 import io
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +27,6 @@ from . import tiny_models
 
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[1]
 names = pytest.mark.parametrize("name", tiny_models.NAMES)
 
 
@@ -553,14 +549,3 @@ def test_a_static_cache_serves_a_longer_prompt_without_recompiling_its_steps() -
             assert torch.equal(generate(ids), expected)
             counts.append(len(record.graphs))
     assert counts[0] <= 3 and counts[1] - counts[0] <= 1 and counts[1] == counts[3]
-
-
-# --- FLA installed ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif("LATTN_TEST_FLA" not in os.environ, reason="set LATTN_TEST_FLA to a folder with fla-core")
-def test_reports_about_fla() -> None:  # B14, B14a, B21b, B45, B76
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["LATTN_TEST_FLA"], str(ROOT)])}
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, "tests/fla_field_reports.py"], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -77,8 +77,10 @@ def test_no_file_names_a_package_index_or_a_machine() -> None:
         parts = path.relative_to(ROOT).parts
         if not path.is_file() or path.suffix not in ("", ".py", ".md", ".toml", ".yml", ".txt", ".json"):
             continue
-        # Folders that begin with a dot are environments and caches, but for CI's.
-        if any((p.startswith(".") and p != ".ci") or p.endswith(".egg-info") or p == "build" for p in parts[:-1]):
+        # Folders that begin with a dot are environments and caches, but for CI's; .git is a file in a worktree.
+        if path.name == ".git" or any(
+            (p.startswith(".") and p != ".ci") or p.endswith(".egg-info") or p == "build" for p in parts[:-1]
+        ):
             continue
         text = path.read_text(errors="replace")
         found += [f"{path.relative_to(ROOT)}: {word}" for word in words if word in text]

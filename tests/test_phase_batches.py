@@ -6,12 +6,8 @@ order of sums does not turn into another code.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +18,6 @@ import lattn_compile as lc
 from lattn_compile.testing.backend import recorded
 from lattn_compile.testing.inputs import Inputs, make_inputs
 
-ROOT = Path(__file__).parents[1]
 SIZES, PREFIX, LENGTHS = [7, 1, 12, 4], [3, 1, 0, 2], [7, 1, 9, 2]  # 9 of 12 and 2 of 4: padded inside the pack
 IDS, POSITION = [3, 2**33, 0, 5], [0, 4, 9, 1]
 
@@ -240,16 +235,3 @@ def test_an_unmasked_gate_in_the_padding_may_be_anything(packed: bool) -> None:
     longer = [*LENGTHS[:2], LENGTHS[2] + 1, LENGTHS[3]]
     with pytest.raises(lc.LattnError, match="g: got"), lc.training_phase(PREFIX, longer):
         f(x)
-
-
-@pytest.mark.skipif("LATTN_TEST_FLA" not in os.environ, reason="set LATTN_TEST_FLA to a folder with fla-core")
-@pytest.mark.skipif("LATTN_TEST_INSIDE" in os.environ, reason="this is the process that it starts")
-def test_calls_of_fla() -> None:
-    env = {
-        **os.environ,
-        "LATTN_TEST_INSIDE": "1",
-        "PYTHONPATH": os.pathsep.join([os.environ["LATTN_TEST_FLA"], str(ROOT)]),
-    }
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-W", "ignore", "-p", "no:cacheprovider", "-k", "fla"]
-    done = subprocess.run([*command, __file__], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

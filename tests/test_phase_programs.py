@@ -101,9 +101,9 @@ print(json.dumps({"errors": errors, "hits": hits, "misses": counters["inductor"]
 """
 
 
-def test_other_lengths_hit_the_cache_of_another_process_and_other_kinds_do_not(tmp_path: Path) -> None:
+def test_other_lengths_hit_the_cache_of_another_process_and_other_kinds_do_not(cold_cache: Path) -> None:
     def child(*given: object) -> dict[str, object]:
-        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cold_cache), "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-W", "ignore", "-c", _CHILD, json.dumps(given)]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -100,8 +100,20 @@ class Built:
 
     registers: int | None = None
     stack: int | None = None
-    sass: list[str] = field(default_factory=list)
-    loop: list[str] = field(default_factory=list)
+    cubin: bytes = field(default=b"", repr=False)
+
+    @property
+    def sass(self) -> list[str]:
+        return [text for _, text in self._lines]
+
+    @functools.cached_property
+    def loop(self) -> list[str]:
+        return _longest_loop(self._lines)
+
+    @functools.cached_property
+    def _lines(self) -> list[tuple[int, str]]:
+        """Taken apart where somebody looks: it takes half a second, as long as a small kernel takes to compile."""
+        return _instructions(_tool("cuobjdump", self.cubin, "-sass")) if self.cubin else []
 
     def count(self, *prefixes: str) -> int:
         """Instructions of the loop that begin so."""
@@ -163,12 +175,8 @@ def build(launch: Launch, target: str) -> Built:
     )
     built.ttgir = compiled.asm["ttgir"]
     if "cubin" in compiled.asm:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "kernel.cubin"
-            path.write_bytes(compiled.asm["cubin"])
-            usage = _tool("cuobjdump", "-res-usage", str(path))
-            lines = _instructions(_tool("cuobjdump", "-sass", str(path)))
-            built.sass, built.loop = [text for _, text in lines], _longest_loop(lines)
+        built.cubin = compiled.asm["cubin"]
+        usage = _tool("cuobjdump", built.cubin, "-res-usage")
         built.registers = int(re.findall(r"REG:(\d+)", usage)[0])
         built.stack = int(re.findall(r"STACK:(\d+)", usage)[0])
     return built
@@ -207,8 +215,12 @@ def _tools() -> Path:
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def _tool(name: str, *arguments: str) -> str:
-    return subprocess.run([_tools() / name, *arguments], capture_output=True, text=True, check=True).stdout
+def _tool(name: str, cubin: bytes, *arguments: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [_tools() / name, *arguments, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _instructions(sass: str) -> list[tuple[int, str]]:

@@ -23,6 +23,8 @@ def run_with_triton(path: str, **more: str) -> None:
     """Runs a file of tests in a process that has Triton."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["LATTN_TEST_FLA"], str(ROOT)]), **more}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore", "-p", "no:cacheprovider", path]
+    if "TRITON_INTERPRET" in more:
+        command += ["-p", "tests.kernels.interpreter"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
