@@ -1,9 +1,17 @@
-"""Fills in the tables of `prefill.md`, beside this file: residuals of the inverses. Run it after changing one."""
+"""Fills in the tables of `prefill.md`, beside this file. Run it after changing an inverse, or after new times.
+
+    python docs/write_prefill.py [--times]     residuals of the inverses, which take a minute, and times; or these alone
+
+Times are those of `benchmarks/results/prefill_nvidia_h200.json`.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +20,8 @@ from lattn_compile.kernels.reference.inverse import inverse_of, residual
 from lattn_compile.modes import BlockDoubling, Inverse, Neumann, NewtonSchulz
 
 PAGE = Path(__file__).resolve().with_name("prefill.md")
+
+RESULTS = PAGE.parents[1] / "benchmarks" / "results" / "prefill_nvidia_h200.json"
 
 KEYS = ("independent", "cosine 0.5", "cosine 0.9", "repeated")
 BETAS = (0.5, 1.0, 1.9)
@@ -60,10 +70,35 @@ def _short(x: float) -> str:
     return f"{x:.0e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
+def times() -> str:
+    """A row for each kind and case: forward, and forward and backward, with one and with eight sequences."""
+    rows: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]:
+        rows.setdefault((row["kind"], row["case"]), {})[row["batch"]] = row
+    columns = [(batch, what) for batch in (1, 8) for what in ("forward_ms", "train_ms")]
+    head = [f"B = {batch} {'forward' if what == 'forward_ms' else 'and backward'}" for batch, what in columns]
+    lines = ["| | | " + " | ".join(head) + " |", "|---|---|" + "---:|" * len(columns)]
+    for (kind, case), found in rows.items():
+        cells = []
+        for batch, what in columns:
+            mine, bar = (x.get(batch, {}).get(what) for x in (found, rows.get((kind, "exact"), {})))
+            ratio = f" ({bar / mine:.2f})" if mine and bar and case != "exact" else ""
+            cells.append(f"{mine:.2f}{ratio}" if mine else "-")
+        lines.append(f"| {kind.upper()} | {case} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _filled(text: str, name: str, found: str) -> str:
+    return re.sub(rf"(?s)(<!-- {name} -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}\n{found}\n\n{m[2]}", text)
+
+
 def main() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    found = "\n\n".join(f"`beta = {beta:g}`:\n\n{table(beta)}" for beta in BETAS)
-    text = re.sub(r"(?s)(<!-- residuals -->\n).*(<!-- end -->)", lambda m: f"{m[1]}\n{found}\n\n{m[2]}", text)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--times", action="store_true", help="leave the residuals as they are")
+    text = _filled(PAGE.read_text(encoding="utf-8"), "times", times())
+    if not parser.parse_args().times:
+        found = "\n\n".join(f"`beta = {beta:g}`:\n\n{table(beta)}" for beta in BETAS)
+        text = _filled(text, "residuals", found)
     PAGE.write_text(text, encoding="utf-8")
 
 
