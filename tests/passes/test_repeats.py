@@ -306,7 +306,7 @@ def test_random_programs_are_the_same_graph(steps: list[Any], rounds: int, write
             for name, i, j, n in steps:
                 pool = [OPS[name](pool[i], pool[j], n), *pool[:3]]
             if write:
-                cache.copy_(pool[0].detach())
+                cache.copy_(pool[0].detach().clone())  # which may be the cache, transposed
             pool = [*pool[:3], cache]
         return pool[:3]
 
