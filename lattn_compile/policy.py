@@ -50,6 +50,7 @@ __all__ = [
     "Token",
     "TwoPrecision",
     "WriteMode",
+    "preset",
     "resolve_recipe",
 ]
 
@@ -234,7 +235,7 @@ def _rule(index: int, rule: object) -> tuple[str, Policy | None]:
             f"rules[{index}]", got=repr(glob), want="a glob of a site's path", remedy='"*" matches every site.'
         )
     if isinstance(policy, str):
-        policy = _preset(policy, f"rules[{index}]")
+        policy = preset(policy, f"rules[{index}]")
     if policy is not None and not isinstance(policy, Policy):
         raise RecipeError(
             f"rules[{index}] ({glob!r})",
@@ -245,7 +246,8 @@ def _rule(index: int, rule: object) -> tuple[str, Policy | None]:
     return glob, policy
 
 
-def _preset(name: str, argument: str) -> Policy:
+def preset(name: str, argument: str) -> Policy:
+    """The preset of that name. PolicyError, which names the `argument`, where there is none."""
     if name in PRESETS:
         return PRESETS[name]
     raise PolicyError(
@@ -278,7 +280,7 @@ def resolve_recipe(policy: object, argument: str = "policy") -> Recipe:
     elif isinstance(policy, os.PathLike) or (isinstance(policy, str) and _looks_like_path(policy)):
         return Recipe.from_pretrained(policy) if Path(policy).is_dir() else Recipe.load(policy)
     elif isinstance(policy, str):
-        policy = _preset(policy, argument)
+        policy = preset(policy, argument)
     if not isinstance(policy, Policy):
         raise RecipeError(
             argument,

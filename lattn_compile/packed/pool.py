@@ -21,7 +21,7 @@ from torch import Tensor
 from lattn_compile.errors import DtypeError, SequenceError, ShapeError, StateError
 from lattn_compile.packed.layout import Heads
 from lattn_compile.packed.state import QuantizedState
-from lattn_compile.policy import PRESETS
+from lattn_compile.policy import preset
 from lattn_compile.site_policy import Policy
 from lattn_compile.state import nbytes
 
@@ -47,12 +47,12 @@ class Snapshot:
 
 def _checked(name: str, site: object) -> tuple[Policy, Heads]:
     policy, heads = site if isinstance(site, tuple) and len(site) == 2 else (None, None)
-    policy = PRESETS.get(policy) if isinstance(policy, str) else policy
+    policy = preset(policy, f"sites[{name!r}]") if isinstance(policy, str) else policy
     if not isinstance(policy, Policy) or not isinstance(heads, Heads):
         raise StateError(
             f"sites[{name!r}]",
             got=repr(site),
-            want=f"a policy, or one of {', '.join(PRESETS)}, and the layer's Heads",
+            want="a policy, or a preset's name, and the layer's Heads",
             remedy="(lc.Policy(...), lattn_compile.packed.layout.Heads(H, HV, K, V, decay, beta)).",
         )
     return policy, heads
@@ -68,7 +68,8 @@ class StatePool:
         slots: how many sequences may live at a time. v_first: codes lie in memory as `[slots, HV, V, K]`.
 
     Raises:
-        StateError: no slots. PolicyError, FormatError: a policy without a packed form, or sizes that do not fit it.
+        StateError: no slots, or a site that is no policy and sizes. PolicyError, FormatError: no such preset, a policy
+            without a packed form, or sizes that do not fit it.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ import torch
 
 import lattn_compile as lc
 from lattn_compile import backend
-from lattn_compile.errors import LattnError, PolicyError, StateError, UnsupportedError
+from lattn_compile.errors import LattnError, LattnWarning, PolicyError, StateError, UnsupportedError
 from lattn_compile.packed.state import QuantizedState
 from lattn_compile.testing.backend import recorded
 from tests import tiny_models
@@ -428,6 +428,10 @@ def test_misuse_is_refused_by_name() -> None:
         quantize_cache(model)
     with pytest.raises(LattnError, match="no layer calls a recurrence"):
         quantize_cache(torch.nn.Linear(2, 2), "int8")
+    with pytest.raises(LattnError, match="got Qwen3NextConfig; want a model"):
+        packed_cache(model.config, "int8")
+    with pytest.warns(LattnWarning, match="no policy for any layer of this model"):
+        quantize_cache(model, lc.Recipe([("nothing", "int8")])).remove()
     with pytest.raises(PolicyError, match="Inside a chunk"):
         quantize_cache(model, lc.Policy(write=lc.Chunk(8)))
     with pytest.raises(UnsupportedError, match="gate"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lattn_compile as lc
-from lattn_compile.errors import StateError
+from lattn_compile.errors import PolicyError, StateError
 from lattn_compile.packed.layout import Heads
 from lattn_compile.policy import Policy, Replay, TwoPrecision
 from tests.ops.cases import inputs
@@ -164,3 +164,15 @@ def test_misuse_of_slots_is_named() -> None:
     for call in (lambda: p.free(slot), lambda: p.indices([slot]), lambda: p.indices([5]), lambda: p.snapshot(slot)):
         with pytest.raises(StateError, match=r"a slot that allocate\(\) gave"):
             call()
+
+
+def test_sites_are_a_policy_or_a_preset_and_sizes() -> None:
+    assert lc.StatePool({"a": ("int8", HEADS._replace(V=64))}, 1)["a"].policy == lc.PRESETS["int8"]
+    with pytest.raises(PolicyError, match=r"sites\['a'\].*want a preset.*Did you mean"):
+        lc.StatePool({"a": ("int9", HEADS)}, 1)
+    wrong: Any
+    for wrong in ("int8", ("int8", 4), ("int8", (2, 4, 16, 24)), (None, HEADS)):
+        with pytest.raises(StateError, match=r"sites\['a'\].*Heads"):
+            lc.StatePool({"a": wrong}, 1)
+    with pytest.raises(StateError, match="want one of a, b, c, d"):
+        pool()["nope"]
