@@ -143,7 +143,7 @@ def _most(S, FINITE: tl.constexpr, G: tl.constexpr, W: tl.constexpr, TILE_K: tl.
 
 
 @triton.jit
-def _along(x, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+def _along(x, W: tl.constexpr, C: tl.constexpr):
     """What C tiles of channels share, at each of a piece's W channels."""
     if C == 1:
         return x
@@ -183,8 +183,8 @@ def written_groups(
                     step, inverse, zero = block_scales(tiles, group)
                 else:
                     step, inverse, zero = scales(tiles, LARGEST)
-            code, _ = round_codes(tl.fma(S[i], _along(inverse, G, W, C), _along(zero, G, W, C)), FORMAT)
-            out = out + (code * _along(step, G, W, C),)
+            code, _ = round_codes(tl.fma(S[i], _along(inverse, W, C), _along(zero, W, C)), FORMAT)
+            out = out + (code * _along(step, W, C),)
     return out
 
 

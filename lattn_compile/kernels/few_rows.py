@@ -98,7 +98,7 @@ def supports(rows: int, columns: int, depth: int, dtype: torch.dtype) -> bool:
     return fits and depth % 512 == 0 and dtype is torch.bfloat16
 
 
-def tile(rows: int, columns: int, depth: int, pair: bool) -> dict[str, int]:
+def tile(rows: int, columns: int, pair: bool) -> dict[str, int]:
     """Constants of a launch, as measured best on an H200 (`benchmarks/few_rows.py --tiles`)."""
     if pair:
         parts, block_k, warps, stages = 1, 256, 1, 4
@@ -116,7 +116,7 @@ def forward(x: Tensor, first: Tensor, second: Tensor | None = None) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     (rows, depth), columns = x.shape, first.shape[0]
     out = x.new_empty(rows, columns)
-    chosen = tile(rows, columns, depth, second is not None)
+    chosen = tile(rows, columns, second is not None)
     launched(multiply)[(triton.cdiv(columns, chosen["BLOCK_N"]),)](
         x, first, second, out, x.stride(0), rows, N=columns, K=depth, PAIR=second is not None,
         LINES=triton.next_power_of_2(depth // 64), EARLY=False, **chosen,
