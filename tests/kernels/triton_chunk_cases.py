@@ -165,7 +165,7 @@ def test_one_repeated_bf16_key_cancels_no_more_than_this(decay: str, bf16: None)
     assert call.g is not None
     call.g.fill_(-0.01)
     errors = _bf16(call).both(chunk).errors(_bf16(call).exact().both(reference))
-    assert errors["final"] <= 2e-5 and errors["dstate"] <= 5e-6, errors
+    assert errors["final"] <= (1e-5 if decay == "head" else 6e-6) and errors["dstate"] <= 5e-6, errors
     assert errors["dg"] <= (1e-5 if decay == "head" else 3.2e-5), errors
 
 
