@@ -42,8 +42,10 @@ __all__ = [
     "functional",
     "implementation",
     "inserted",
+    "is_function",
     "kept",
     "launches",
+    "literal",
     "real_tensors",
     "relaunch",
     "self_contained",
@@ -105,7 +107,7 @@ def _kernel_of(node: fx.Node) -> Any:
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
-    return kernel if _is_function(kernel) else kernel.fn  # type: ignore[attr-defined]
+    return kernel if is_function(kernel) else kernel.fn  # type: ignore[attr-defined]
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
@@ -262,7 +264,7 @@ def _take_over_reading() -> None:
 
     @functools.wraps(original)
     def read(kernel: Any, values: dict[str, Any], *rest: Any) -> Any:
-        jitted = kernel if _is_function(kernel) else kernel.fn
+        jitted = kernel if is_function(kernel) else kernel.fn
         if jitted.fn not in _OURS:
             return original(kernel, values, *rest)
         constants = {p.name for p in jitted.params if p.is_constexpr}
@@ -342,13 +344,17 @@ def _as_ours(wrapper: Any, *, fusion: bool, early: bool) -> Iterator[None]:
 
 def self_contained(kernel: Any) -> str:
     """Source of `kernel` (without its decorator) and, behind it, of all that it uses, everything under a name of its
-    own, and none of it in need of a module but `triton` and `tl`."""
+    own, and none of it in need of a module but `triton` and `tl`.
+
+    Raises:
+        LattnError: a string has a backslash, which some versions of Inductor do not keep.
+    """
     names: dict[Any, str] = {}
     taken: set[str] = set()
     parts: list[str] = []
 
     def name_of(value: Any, wish: str) -> str:
-        key = value.fn if _is_function(value) else (wish, repr(value))
+        key = value.fn if is_function(value) else (wish, repr(value))
         if key not in names:
             own, n = wish, 1
             while own in taken:
@@ -360,7 +366,27 @@ def self_contained(kernel: Any) -> str:
 
     # In the order of their first use, and the kernel, which needs no decorator, in front.
     source = _definition(kernel.__name__, kernel, name_of, taken).removeprefix("@triton.jit\n")
-    return "\n\n".join([source, *parts])
+    whole = "\n\n".join([source, *parts])
+    if "\\" in whole:
+        raise LattnError(
+            kernel.__name__,
+            got=f"a backslash in {next(line for line in whole.splitlines() if chr(92) in line)!r}",
+            want="none: torch 2.11 writes kernels into a string of its module as they are",
+            remedy="Write the kernel without it.",
+        )
+    return whole
+
+
+class _Texts(ast.NodeTransformer):
+    """Texts of several lines become constants outside of the function, as `literal` writes them."""
+
+    def __init__(self, named: Callable[[str], str]) -> None:
+        self._named = named
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if isinstance(node.value, str) and "\n" in node.value:
+            return ast.Name(self._named(node.value), ast.Load())
+        return node
 
 
 class _Known(ast.NodeTransformer):
@@ -377,15 +403,22 @@ class _Known(ast.NodeTransformer):
         return ast.Constant(getattr(answer, "value", answer))
 
 
-def _is_function(value: Any) -> bool:
+def is_function(value: Any) -> bool:
     return type(value).__name__ == "JITFunction"
+
+
+def literal(value: Any) -> str:
+    """An expression for `value` without an escaped newline, which the module of torch 2.11 would have as a newline."""
+    if not isinstance(value, str) or "\n" not in value:
+        return repr(value)
+    return f"chr(10).join({value.split(chr(10))!r})"
 
 
 def _definition(own: str, value: Any, name_of: Callable[[Any, str], str], taken: set[str] | None = None) -> str:
     """What defines `value` under the name `own`."""
-    if not _is_function(value):
+    if not is_function(value):
         if type(value).__name__ == "constexpr":
-            return f"{own} = tl.constexpr({value.value!r})"
+            return f"{own} = tl.constexpr({literal(value.value)})"
         if getattr(value, "__module__", "").startswith("triton."):
             return f"from {value.__module__} import {value.__name__} as {own}"
         raise LattnError(
@@ -406,8 +439,10 @@ def _definition(own: str, value: Any, name_of: Callable[[Any, str], str], taken:
             and node.id not in ("tl", "triton")
         ):
             found = around[node.id]
-            node.id = name_of(found, found.__name__ if _is_function(found) else node.id)
+            node.id = name_of(found, found.__name__ if is_function(found) else node.id)
     tree.name, tree.decorator_list = own, []
     if ast.get_docstring(tree) is not None:
         tree.body = tree.body[1:] or [ast.Pass()]
+    constexpr = importlib.import_module("triton.language").constexpr
+    tree = _Texts(lambda text: name_of(constexpr(text), "TEXT")).visit(tree)
     return f"@triton.jit\n{ast.unparse(tree)}"

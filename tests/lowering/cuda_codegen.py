@@ -9,6 +9,7 @@ Triton 3.7, built for CPUs.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import functools
@@ -207,7 +208,8 @@ class Written:
 
 def kernels_in(module: str) -> list[Written]:
     pattern = r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str"
-    sources = re.findall(pattern, module, re.DOTALL | re.MULTILINE)
-    return [
-        Written(name, source, re.findall(rf"^ +{name}\.run\((.*)\)$", module, re.MULTILINE)) for name, source in sources
-    ]
+    found = []
+    for name, text in re.findall(pattern, module, re.DOTALL | re.MULTILINE):
+        source = ast.literal_eval(f"'''{text}'''")  # as the module has it: an escape is one character there
+        found.append(Written(name, source, re.findall(rf"^ +{name}\.run\((.*)\)$", module, re.MULTILINE)))
+    return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import pkgutil
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,13 +14,14 @@ import torch
 from torch import Tensor
 
 import lattn_compile as lc
+import lattn_compile.kernels
 
 pytest.importorskip("triton")
 
 from lattn_compile.kernels.chunk_pairs import pairs_head
 from lattn_compile.kernels.decode_forward import advance
 from lattn_compile.lowering import gpu
-from lattn_compile.lowering._torch_triton import self_contained
+from lattn_compile.lowering._torch_triton import is_function, literal, self_contained
 from lattn_compile.lowering.gpu_attention import say_causal
 from tests.kernels.offline import build
 from tests.lowering.cuda_codegen import fake_cuda, generated, kernels_in
@@ -347,6 +351,21 @@ def test_every_name_in_a_written_kernel_is_its_own() -> None:
     defined = re.findall(r"^(?:def )?(\w+)(?:\(| = )", source, re.MULTILINE)
     assert len(defined) == len(set(defined))
     assert source.startswith("def advance(") and "round_int8" not in source
+
+
+def test_every_kernel_can_be_written_into_a_module_of_any_torch() -> None:
+    """torch 2.11 puts a kernel's source between quotes as it is, where an escaped newline becomes a newline."""
+    modules = [m.name for m in pkgutil.walk_packages(lattn_compile.kernels.__path__, "lattn_compile.kernels.")]
+    functions = {f.fn: f for name in modules for f in vars(importlib.import_module(name)).values() if is_function(f)}
+    assert len(functions) > 300
+    for function in functions.values():
+        source = self_contained(function)
+        compile(ast.literal_eval(f"'''{source}'''"), function.fn.__name__, "exec")
+
+
+def test_texts_of_several_lines_stay_as_they_are() -> None:
+    text = "\n{ add.u32 $0, $1, 'x'; }\n"
+    assert eval(literal(text)) == text and "\\" not in literal(text)
 
 
 def test_a_process_that_compiles_a_kernel_asks_no_device() -> None:
