@@ -106,7 +106,7 @@ def tokens(kind: str, batch: int) -> list[Tensor]:
 
 
 class Step:
-    """Steps of `sets` sets of `batch` sequences each, in a pool of slots.
+    """Steps of `sets` sets of `batch` sequences each, a pool of as many slots each.
 
     Attributes:
         cursor: set i's is i modulo the window. stored: by name, `[slots, ...]`.
@@ -122,9 +122,10 @@ class Step:
         slots = self.sets * batch if filled else 1  # kernels are compiled without a pool
         self.stored = layout.empty(self.call, self.heads, slots, DEVICE)
         self.cursor = torch.arange(self.sets, device=DEVICE, dtype=torch.int32) % self.window
-        self.cursor = self.cursor.repeat_interleave(batch if filled else 1)
-        every = torch.arange(self.sets * batch, device=DEVICE, dtype=torch.int32)
-        self.slots = list(every.view(self.sets, batch))
+        self.cursor = self.cursor.repeat_interleave(batch)
+        own = [slice(i * batch, (i + 1) * batch) for i in range(self.sets)] if filled else [slice(None)]
+        self.pools = [({n: x[rows] for n, x in self.stored.items()}, self.cursor[rows]) for rows in own]
+        self._every = torch.arange(batch, device=DEVICE, dtype=torch.int32)
         self._quantize = quantizer_of(case)
         if filled:
             self._fill(slots)
@@ -153,7 +154,7 @@ class Step:
         """One step of set i; o `[B, 1, HV, V]`."""
         q, k, v, g, beta = self.tokens
         return packed.step(
-            q, k, v, g, beta, self.stored, self.cursor, self.slots[i], None, None, None, rule="delta", scale=SCALE,
+            q, k, v, g, beta, *self.pools[i], self._every, None, None, None, rule="delta", scale=SCALE,
             qk_l2norm=True, padding_slot=-1, write=self.call.write, readout=self.call.readout, quantize=self._quantize,
             window=self.call.window, anchor=self.call.anchor,
         )  # fmt: skip
@@ -318,7 +319,7 @@ def different(case: Case, batch: int, ways: list[str]) -> list[str]:
         own = packed_launch.launch_of(quantize, batch * VALUE_HEADS, window=windowed)
         form = (packed_launch.ring_layout if windowed else packed_launch.stored_layout)(KEY, VALUE, quantize, own)
         tiles = packed_launch.tiles_a_program(own, form, KEY_HEADS, VALUE_HEADS, batch, keys=not windowed)
-        found.setdefault((form, tiles, own.early), way)
+        found.setdefault((form, tiles, own.early, own.sooner, own.heads), way)
     return list(found.values())
 
 

@@ -127,9 +127,11 @@ def tile_scales(
     PIECES: tl.constexpr,
     STEP: tl.constexpr,
     FLIP: tl.constexpr,
+    FAST: tl.constexpr = False,
 ):
     """Tiled formats' (steps, inverses, zeros) of `common.codec.scales`, one for every group of pieces that lies in the
-    same tiles, scalars or tensors that broadcast against a piece; arguments as `quantize` has them."""
+    same tiles, scalars or tensors that broadcast against a piece; arguments as `quantize` has them, FAST as
+    `common.codec.scales`."""
     tl.static_assert(FORMAT == "int8" or FORMAT == "fp8_e4m3" or FORMAT == "nvfp4")
     NVFP4: tl.constexpr = FORMAT == "nvfp4"
     LARGEST_CODE: tl.constexpr = INT8_LARGEST if FORMAT == "int8" else FP8_LARGEST
@@ -149,7 +151,7 @@ def tile_scales(
         if NVFP4:
             step, inverse, zero = block_scales(amax, group)
         else:
-            step, inverse, zero = scales(amax, LARGEST_CODE)
+            step, inverse, zero = scales(amax, LARGEST_CODE, FAST)
         steps = steps + (step,)
         inverses = inverses + (inverse,)
         zeros = zeros + (zero,)

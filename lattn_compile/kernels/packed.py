@@ -10,6 +10,8 @@ a race.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ import triton
 from torch import Tensor
 
 from lattn_compile.formats.quantizer import Quantizer
-from lattn_compile.kernels import decode
+from lattn_compile.kernels import decode, packed_lines_call
 from lattn_compile.kernels.common.host import interpreted, on
 from lattn_compile.kernels.common.launch import aligned
 from lattn_compile.kernels.common.layout import MAX_WARPS, Layout
@@ -28,6 +30,9 @@ from lattn_compile.kernels.packed_decode import step as decode_step
 from lattn_compile.kernels.packed_flush import flush as replay_flush
 from lattn_compile.kernels.packed_launch import (
     LAUNCHES,
+    MOST_HEADS,
+    Launch,
+    keys_a_program,
     launch_of,
     ring_layout,
     stored_layout,
@@ -40,6 +45,7 @@ from lattn_compile.kernels.packed_token import token_step
 __all__ = ["RawGates", "flush", "step", "supports"]
 
 _MAX_WINDOW = 64
+_BYTES = ("int8", "fp8_e4m3")
 
 
 class RawGates(NamedTuple):
@@ -218,6 +224,9 @@ def _written(
 def _replay(
     x: _Inputs, stored: Mapping[str, Tensor], o: Tensor, options: _Options, window: int, anchor: str | None
 ) -> None:
+    if _lines(x, options, window, anchor):
+        _replay_lines(x, stored, o, options, window, two=anchor is not None)
+        return
     key_dim, value_dim = x.q.shape[-1], x.v.shape[-1]
     key_heads, value_heads = x.heads
     ratio = value_heads // key_heads
@@ -239,6 +248,46 @@ def _replay(
         AFTER=options.readout == "after_write" and options.format != "",
         **_written(stored, lay, options.quantize, options.format, write, anchor),
         num_warps=lay.warps, num_stages=1, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _lines(x: _Inputs, options: _Options, window: int, anchor: str | None) -> bool:
+    """Whether `packed_lines.py` steps such a pool: on NVIDIA GPUs from sm_89 on, never in Triton's interpreter."""
+    sizes = (*x.heads, x.q.shape[-1], x.v.shape[-1])
+    after = options.readout == "after_write" and options.format != ""
+    decay = 0 if x.g is None else x.g.dim() - 1
+    return (
+        not interpreted()
+        and _capable(x.q.device, (8, 9))
+        and packed_lines_call.fits(
+            options.quantize,
+            slots=x.cursor.shape[0],
+            heads=sizes,
+            decay=decay,
+            window=window,
+            anchor=anchor,
+            after=after,
+        )
+    )
+
+
+def _replay_lines(
+    x: _Inputs, stored: Mapping[str, Tensor], o: Tensor, options: _Options, window: int, *, two: bool
+) -> None:
+    key_heads, value_heads = x.heads
+    gates, quantize = options.gates, options.quantize
+    assert quantize is not None
+    read, read_scales, _ = _rows(stored, "read_" if two else "")
+    codes, scales, _ = _rows(stored)
+    ring = (stored.get(f"ring_{name}") for name in ("k", "u", "g", "v", "beta"))
+    heads = packed_lines_call.heads_of(x.sequences * value_heads, key_heads, value_heads, single=x.single)
+    packed_lines_call.step[(value_heads // heads * x.sequences,)](
+        x.q, x.k, x.v, x.g, x.beta, codes, scales, *((read, read_scales) if two else (None, None)), *ring, x.cursor,
+        x.indices, x.fresh, x.ends, x.lengths, o, gates.a_log, gates.dt_bias, options.scale, gates.lower_bound or 0.0,
+        *strides(x.q), *strides(x.k), *x.v.stride(), *strides(x.g), *strides(x.beta), x.tokens, x.sequences,
+        x.cursor.shape[0], options.padding_slot,
+        H=key_heads, HV=value_heads, WINDOW=window, HEADS=heads, SINGLE=x.single, TWO=two, **options.gate_constants(x),
+        **packed_lines_call.constants_of(read, quantize, x.q.dtype), **_overlapping(o.device),
     )  # fmt: skip
 
 
@@ -330,6 +379,9 @@ def _decode(x: _Inputs, stored: Mapping[str, Tensor], o: Tensor, options: _Optio
     key_heads, value_heads = x.heads
     codes, scales, blocks = _rows(stored)
     launch = LAUNCHES["narrow"] if _turned(codes) else launch_of(options.quantize, x.sequences * value_heads)
+    if launch.heads and _whole_heads(x, codes, scales, options):
+        _decode_heads(x, codes, scales, o, options, launch)
+        return
     lay = stored_layout(key_dim, value_dim, options.quantize, launch)
     block_k, block_v = tile_constants(lay, options.quantize)
     gates = options.gates
@@ -342,6 +394,7 @@ def _decode(x: _Inputs, stored: Mapping[str, Tensor], o: Tensor, options: _Optio
             "TILES": tiles,
             "EARLY": launch.early and NVIDIA and not interpreted(),
             **_overlapping(codes.device),
+            "SOONER": launch.sooner and options.format in _BYTES and NVIDIA and not interpreted(),
         }
     kernel[(programs * x.sequences,)](
         x.q, x.k, x.v, x.g, x.beta, codes, scales, blocks, x.cursor, x.indices, x.fresh, x.ends, x.lengths, o,
@@ -355,6 +408,58 @@ def _decode(x: _Inputs, stored: Mapping[str, Tensor], o: Tensor, options: _Optio
         HEAD_CODES=_elements(codes), HEAD_SCALES=_elements(scales), HEAD_BLOCKS=_elements(blocks),
         TURNED=_turned(codes), ODD=not aligned(codes), **own, num_warps=lay.warps, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _whole_heads(x: _Inputs, codes: Tensor, scales: Tensor | None, options: _Options) -> bool:
+    """Whether `packed_token_cuda.py` has a step for these rows and this GPU."""
+    return (
+        x.single
+        and x.ends is None
+        and (x.q.shape[-1], x.v.shape[-1]) == (128, 128)
+        and x.v.shape[1] <= MOST_HEADS * x.q.shape[1]
+        and options.format in _BYTES
+        and options.readout != "after_write"
+        and codes.is_contiguous()
+        and aligned(codes)
+        and scales is not None
+        and tuple(scales.shape[2:]) == (1, 2)
+        and _fits_whole_heads(x, codes, options)
+    )
+
+
+def _fits_whole_heads(x: _Inputs, codes: Tensor, options: _Options) -> bool:
+    """Whether the GPU can, and steps like this one were run on one: with other inputs, raw gates or keys without a norm
+    none was."""
+    ready = options.qk_l2norm and not (options.gates.raw_decay or options.gates.raw_beta)
+    inputs = {t.dtype for t in (x.q, x.k, x.v)} == {torch.bfloat16}
+    return ready and inputs and not interpreted() and _capable(codes.device, (9, 0)) and whole_heads() is not None
+
+
+def _decode_heads(
+    x: _Inputs, codes: Tensor, scales: Tensor | None, o: Tensor, options: _Options, launch: Launch
+) -> None:
+    key_heads, value_heads = x.heads
+    kernel, gates = whole_heads(), options.gates
+    keys = keys_a_program(launch, key_heads, value_heads, x.sequences)
+    kernel.token_step_cuda[(key_heads // keys * x.sequences,)](
+        kernel.rows_of(codes, launch.heads), codes, x.q, x.k, x.v, x.g, x.beta, scales, x.cursor, x.indices, x.fresh,
+        x.lengths, o, gates.a_log, gates.dt_bias, options.scale, gates.lower_bound or 0.0, *strides(x.q), *strides(x.k),
+        *x.v.stride(), *strides(x.g), *strides(x.beta), x.cursor.shape[0], options.padding_slot,
+        H=key_heads, HV=value_heads, KEYS=keys, HEADS=triton.next_power_of_2(keys * value_heads // key_heads),
+        FORM=launch.heads, **options.gate_constants(x), FORMAT=options.format, **_overlapping(o.device),
+        num_warps=kernel.WARPS[launch.heads], num_stages=1, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@functools.cache
+def whole_heads() -> Any:
+    """`packed_token_cuda.py`, None where Triton has no Gluon, or another than it was written for."""
+    if not triton.__version__.startswith("3.6."):
+        return None
+    try:
+        return importlib.import_module("lattn_compile.kernels.packed_token_cuda")
+    except (ImportError, AttributeError):
+        return None
 
 
 def _rows(stored: Mapping[str, Tensor], prefix: str = "") -> tuple[Tensor, Tensor | None, Tensor | None]:

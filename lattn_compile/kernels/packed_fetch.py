@@ -18,7 +18,7 @@ from lattn_compile.kernels.common.packed_rows import inputs_of
 from lattn_compile.kernels.common.packed_tiles import load_codes, load_steps, load_words
 from lattn_compile.kernels.common.pieces import columns, lanes
 
-__all__ = ["after", "bring", "codes_of", "inputs_of_tile", "issued", "records_of"]
+__all__ = ["after", "bring", "codes_of", "inputs_of_tile", "issued", "likely_slot", "records_of"]
 
 
 @triton.jit
@@ -55,6 +55,17 @@ def bring(p, rows, ROWS: tl.constexpr, APART: tl.constexpr, COUNT: tl.constexpr)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def likely_slot(i_seq, indices, slots):
+    """The slot of a sequence, int64, as memory has it before the kernel before this one has ended: what to bring to the
+    cache, and no more. Read past the nearest cache, which would keep an old index for who asks in earnest."""
+    if indices is None:
+        given = i_seq.to(tl.int64)
+    else:
+        given = tl.load(indices + i_seq, cache_modifier=".cg").to(tl.int64)
+    return tl.minimum(tl.maximum(given, 0), slots - 1)
 
 
 @triton.jit

@@ -18,9 +18,12 @@ from lattn_compile.kernels.decode_call import layout_of
 
 __all__ = [
     "CHOSEN",
+    "FULL",
     "LAUNCHES",
+    "MOST_HEADS",
     "PROGRAMS",
     "Launch",
+    "keys_a_program",
     "launch_of",
     "ring_layout",
     "stored_layout",
@@ -41,12 +44,18 @@ class Launch:
         columns: how many columns of a head a program holds, at least.
         early: of one-token steps without records: whether the next tile's loads begin before this one's sums, which a
             barrier sees to; else when registers are free, and that is later.
+        sooner: of one-token steps without records, of 8-bit codes: whether what is read first is brought to the cache
+            before the kernel before has ended.
+        heads: how `packed_token_cuda.py`, where it can, has heads of 8-bit codes in a program: "whole" ones, over four
+            warps, or "half" ones, over two; "": it does not.
     """
 
     vector: int
     tiles: int = 1
     columns: int = 1
     early: bool = False
+    sooner: bool = False
+    heads: str = ""
 
 
 LAUNCHES = {
@@ -58,10 +67,13 @@ LAUNCHES = {
     "wide 4": Launch(8, 4, 64),
     "wide 8": Launch(8, 8, 64),
     "wide 8 early": Launch(8, 8, 64, early=True),
+    "narrow sooner": Launch(4, sooner=True),
+    "heads": Launch(8, columns=64, heads="whole"),
+    "half heads": Launch(8, 2, 64, early=True, heads="half"),
 }
 CHOSEN: dict[str, tuple[str, str, str]] = {
-    "int8": ("narrow", "wide", "wide 2 early"),
-    "fp8_e4m3": ("narrow", "wide", "wide 2"),
+    "int8": ("narrow sooner", "heads", "half heads"),
+    "fp8_e4m3": ("narrow sooner", "heads", "half heads"),
     "nvfp4": ("narrow", "wide", "wide 2"),
     "bf16": ("narrow", "wide", "wide"),
     "": ("narrow", "broad", "broad"),
@@ -142,6 +154,23 @@ def tiles_a_program(
             if of_heads and own * tiles <= launch.tiles and programs >= PROGRAMS // 2:
                 found = (own, tiles)
     return found
+
+
+FULL = {"whole": 256, "half": 512}
+"""How many programs of heads run at a time on a large GPU, but for a few: 2 or 4 on each of 132 multiprocessors."""
+
+_MOST_KEYS = 8
+MOST_HEADS = 32
+"""Of a program: what it keeps of each takes shared memory."""
+
+
+def keys_a_program(launch: Launch, key_heads: int, value_heads: int, sequences: int) -> int:
+    """Key heads of a program of `packed_token_cuda.py`: a power of two, as many as leave programs for a whole GPU."""
+    most = min(_MOST_KEYS, MOST_HEADS * key_heads // value_heads)
+    keys, programs = 1, sequences * key_heads
+    while 2 * keys <= most and key_heads % (2 * keys) == 0 and programs >= 2 * keys * FULL[launch.heads]:
+        keys *= 2
+    return keys
 
 
 def _divisors(n: int) -> list[int]:

@@ -31,7 +31,7 @@ from lattn_compile.kernels.common.packed_rows import (
 from lattn_compile.kernels.common.packed_tiles import decoded, decoded_words
 from lattn_compile.kernels.common.pieces import columns, dot, in_pieces, key_channels, lanes, scaled
 from lattn_compile.kernels.decode_codec import quantize
-from lattn_compile.kernels.packed_fetch import after, codes_of, inputs_of_tile, issued
+from lattn_compile.kernels.packed_fetch import after, bring, codes_of, inputs_of_tile, issued, likely_slot
 from lattn_compile.kernels.packed_write import updated, write_back
 
 __all__ = ["token_step"]
@@ -96,6 +96,7 @@ def token_step(
     KEYS: tl.constexpr,
     TILES: tl.constexpr,
     EARLY: tl.constexpr,
+    SOONER: tl.constexpr,
     NORM: tl.constexpr,
     DELTA: tl.constexpr,
     DECAY: tl.constexpr,
@@ -122,8 +123,6 @@ def token_step(
 
     Grid: (tiles of a sequence / (KEYS * TILES) * N,).
     """
-    if PDL:
-        begin()
     i = tl.program_id(0)
     WIDTH: tl.constexpr = WARPS * COLUMNS
     BLOCKS: tl.constexpr = (V + WIDTH - 1) // WIDTH
@@ -137,6 +136,19 @@ def token_step(
     SPREAD: tl.constexpr = DECAY == 2 and not FLIP and not MASKED and PIECES <= 8
     i_seq = i // PROGRAMS
     i_tile = i % PROGRAMS * COUNT
+    if SOONER:
+        # The kernel before may still write what is read here. That makes for a wrong line in the cache, and no harm.
+        guess = likely_slot(i_seq, indices, slots)
+        bring(
+            codes + (guess * HV + i_tile // BLOCKS) * HEAD_CODES + i_tile % BLOCKS * WIDTH, K, tl.constexpr(128), V,
+            WIDTH,
+        )  # fmt: skip
+        bring(cursor + guess, 1, tl.constexpr(1), 1, tl.constexpr(1))
+        if HEAD_SCALES:
+            at_scales = scales + (guess * HV + i_tile // BLOCKS) * HEAD_SCALES
+            bring(at_scales, 1, tl.constexpr(1), 1, tl.constexpr(HEAD_SCALES))
+    if PDL:
+        begin()
     first, count, rows = tokens_of(i_seq, ends, lengths, tokens, sequences)
     slot, live, wrong = slot_of(i_seq, indices, padding, slots)
     has = has_state(i_seq, fresh)

@@ -24,7 +24,7 @@ from lattn_compile.kernels.decode_codec import (
     tile_scales,
 )
 
-__all__ = ["keys", "updated", "write_back"]
+__all__ = ["FP8_BYTES", "INT8_BYTES", "keys", "updated", "write_back"]
 
 _INFINITE = tl.constexpr(0x7F800000)
 _NAN_BYTE = tl.constexpr(0x7F)  # of E4M3
@@ -59,6 +59,39 @@ _BYTES = tl.constexpr(
 )
 
 
+# A word of the integers next to four numbers, ties to even, of which a mask keeps all or none. Adding 1.5 * 2^23
+# rounds, and leaves the integer's two's complement in the lowest byte. Two permutations bring two of these each beside
+# zeros, which are the signs of highest bytes, so that `or` joins them and `and` drops them.
+INT8_BYTES = tl.constexpr(
+    """
+    {
+    .reg .b32 a, b, c, d;
+    add.rn.f32 a, $1, 0f4B400000;
+    add.rn.f32 b, $2, 0f4B400000;
+    add.rn.f32 c, $3, 0f4B400000;
+    add.rn.f32 d, $4, 0f4B400000;
+    prmt.b32 a, a, b, 0xBB40;
+    prmt.b32 c, c, d, 0x40BB;
+    lop3.b32 $0, a, c, $5, 0xA8;
+    }
+    """
+)
+
+# The same of E4M3 numbers.
+FP8_BYTES = tl.constexpr(
+    """
+    {
+    .reg .b16 low, high;
+    .reg .b32 bytes;
+    cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+    mov.b32 bytes, {low, high};
+    and.b32 $0, bytes, $5;
+    }
+    """
+)
+
+
 @triton.jit
 def keys(p, norm, scale, channel, K: tl.constexpr, PIECES: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr):
     """A vector of key channels in pieces, fp32, times two factors, one after the other."""
@@ -80,24 +113,9 @@ def updated(S, k, u, PIECES: tl.constexpr):
 
 @triton.jit
 def _int8_bytes(y, keep):
-    """Bytes of the integers next to scaled values, ties to even, four at a time.
-
-    Adding 1.5 * 2^23 rounds, and leaves the integer's two's complement in the lowest byte. Two permutations bring two
-    of these each beside zeros, which are the signs of highest bytes, so that `or` joins them and `and` drops them.
-    """
+    """Bytes of the integers next to scaled values, ties to even, four at a time."""
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, c, d;
-        add.rn.f32 a, $1, 0f4B400000;
-        add.rn.f32 b, $2, 0f4B400000;
-        add.rn.f32 c, $3, 0f4B400000;
-        add.rn.f32 d, $4, 0f4B400000;
-        prmt.b32 a, a, b, 0xBB40;
-        prmt.b32 c, c, d, 0x40BB;
-        lop3.b32 $0, a, c, $5, 0xA8;
-        }
-        """,
+        INT8_BYTES,
         "=r,r,r,r,r,r,r,r,r",
         [y.to(tl.int32, bitcast=True), keep],
         dtype=tl.uint8,
@@ -110,16 +128,7 @@ def _int8_bytes(y, keep):
 def _fp8_bytes(y, keep):
     """Bytes of the E4M3 numbers next to scaled values, ties to even, four at a time."""
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b16 low, high;
-        .reg .b32 bytes;
-        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-        mov.b32 bytes, {low, high};
-        and.b32 $0, bytes, $5;
-        }
-        """,
+        FP8_BYTES,
         "=r,f,f,f,f,r,r,r,r",
         [y, keep],
         dtype=tl.uint8,
@@ -150,7 +159,7 @@ def store_bytes(
 ):
     """Rounds one head's state to int8 or fp8 and stores it, where FAST holds."""
     EACH: tl.constexpr = BLOCK_V % 4 != 0  # four values are not of one tile
-    steps, inverses, zeros = tile_scales(S, FORMAT, BLOCK_K, BLOCK_V, PIECES, STEP, FLIP)
+    steps, inverses, zeros = tile_scales(S, FORMAT, BLOCK_K, BLOCK_V, PIECES, STEP, FLIP, True)
     COUNT: tl.constexpr = PIECES // len(steps)
     LANES: tl.constexpr = S[0].shape[2] if FLIP else S[0].shape[0]
     FULL: tl.constexpr = LANES * PIECES * STEP == K and V % WIDTH == 0

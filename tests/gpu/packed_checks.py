@@ -11,6 +11,7 @@ the reference in float64 from the same stored rows, codes by §8's share.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from lattn_compile.formats import parse
 from lattn_compile.formats.quantizer import Quantizer
-from lattn_compile.kernels import packed, packed_launch
+from lattn_compile.kernels import packed, packed_launch, packed_lines_call
 from lattn_compile.policy import Exact, Policy, Replay, TwoPrecision
 from tests.gpu.checks import Checks, Row
 from tests.kernels.packed_calls import SCALE, Rows, Tokens, bits, differing, make_tokens
@@ -333,6 +334,37 @@ def _kernel(rows: Rows, x: Tokens, padding_slot: int = -1, **more: Any) -> Tenso
     )  # fmt: skip
 
 
+@_each("whole heads", ["int8 gdn", "int8 kda", "int8 linear", "fp8 gdn"])
+def _whole_heads(name: str) -> list[Row]:
+    """Several key heads a program, three value heads of each, from shared memory (`packed_token_cuda.py`), whole and in
+    halves: the bits of columns in registers, also of tiles that are no number, of slots without a state and of
+    sequences without a token."""
+    spec, kind = name.split()
+    sizes = {"key_heads": 4, "value_heads": 12, "slots": [5, 0, -1, 7, 2]}
+    chosen, programs = dict(packed_launch.CHOSEN), packed_launch.FULL
+    packed_launch.FULL = dict.fromkeys(packed_launch.FULL, 1)
+    found: list[Row] = []
+    every: list[Rows] = []
+    for seed in range(4):
+        lengths = [1, 0, 1, 1, 1] if seed == 1 else None
+        x = _tokens(kind, 1, seed, lengths=lengths, has=[True, seed != 2, True, True, True], **sizes)
+        if seed == 2:
+            x.x[2][0, ..., 3], x.x[2][3, ..., 70] = torch.nan, torch.inf
+        every = every or [_rows(DECODE[spec], kind, x) for _ in range(3)]
+        o, kept = [], []
+        for rows, row in zip(every, ("wide 2 early", "heads", "half heads"), strict=True):
+            packed_launch.CHOSEN.update(dict.fromkeys(packed_launch.CHOSEN, (row,) * 3))
+            o.append(_kernel(rows, x).nan_to_num(7.0))
+            kept.append(rows.records(x.slots[[0, 1, 3, 4]]))
+        for i, row in ((1, "heads"), (2, "half heads")):
+            found.append(_equal(f"{row}, call {seed}: outputs", o[i], o[0]))
+            found.append(_same(f"{row}, call {seed}: rows", kept[i], kept[0]))
+            found.append(_equal(f"{row}, call {seed}: cursors", every[i].cursor, every[0].cursor))
+    packed_launch.CHOSEN.update(chosen)
+    packed_launch.FULL = programs
+    return found
+
+
 @_each("slots", ["exact", "int8", "int8 8", "two precision 16"])
 def _slots(name: str) -> list[Row]:
     """Padding (as often as one likes), fresh sequences, a slot that there is not, NaN for padding's inputs, a last row
@@ -490,6 +522,42 @@ def _hostile(name: str) -> list[Row]:
         ("NaN is seen", float((~sick[mine].isnan()).sum()), 0.0),
         ("and nowhere else", float((bits(sick[~mine]) != bits(well[~mine])).sum()), 0.0),
     ]
+
+
+# -- pools so large that other kernels step them ---------------------------------------------------------------------
+
+
+def _large(check: Callable[[str], list[Row]], name: str) -> list[Row]:
+    """A check of kernels for small pools, of those for large ones."""
+    before, fits, taken = packed_lines_call.STATES, packed_lines_call.fits, list[bool]()
+
+    def seen(*args: Any, **kwargs: Any) -> bool:
+        taken.append(fits(*args, **kwargs))
+        return taken[-1]
+
+    packed_lines_call.STATES, packed_lines_call.fits = 1, seen
+    try:
+        found = check(name)
+    finally:
+        packed_lines_call.STATES, packed_lines_call.fits = before, fits
+    return [*found, ("steps of other kernels", float(not taken) + taken.count(False), 0.0)]
+
+
+_OF_LARGE_POOLS: dict[str, tuple[Callable[[str], list[Row]], tuple[str, ...]]] = {
+    "oracle": (_oracle_gdn, ("int8 8", "fp8 8", "two precision 16")),
+    "oracle int8 8": (_oracle_kinds, ("delta", "linear", "retention")),
+    "one by one": (_one_by_one, ("int8 8", "two precision 16")),
+    "any batch": (_any_batch, ("int8 8", "two precision 16")),
+    "slots": (_slots, ("int8 8", "two precision 16")),
+    "fresh": (_fresh, ("int8 8", "two precision 16")),
+    "value first": (_value_first, ("int8 8", "two precision 16")),
+    "unaligned": (_unaligned, ("int8 8",)),
+    "recorded": (_recorded, ("int8 8", "two precision 16")),
+    "hostile": (_hostile, ("int8 8", "two precision 16")),
+}
+for _of, (_small, _names) in _OF_LARGE_POOLS.items():
+    for _name in _names:
+        _check(f"large pool {_of} {_name}", _small, _name)(_large)
 
 
 @_each("raw gates", ["gdn", "kda"])

@@ -17,3 +17,7 @@ def test_the_kernels_in_tritons_interpreter() -> None:
 
 def test_the_kernels_compiled_for_gpus_that_are_not_here() -> None:
     run_with_triton("tests/kernels/triton_packed_compile_cases.py")
+
+
+def test_the_kernels_of_whole_lines_in_tritons_interpreter() -> None:
+    run_with_triton("tests/kernels/triton_packed_lines_cases.py", TRITON_INTERPRET="1")

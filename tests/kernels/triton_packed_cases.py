@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +21,13 @@ from lattn_compile.formats import parse
 from lattn_compile.formats.quantizer import Quantizer
 from lattn_compile.ops import dispatch
 from lattn_compile.policy import Exact, Policy, Replay, Token, TwoPrecision
+from tests.kernels.gluon_stand_in import interpreted
 from tests.kernels.packed_calls import SCALE, Rows, Tokens, differing, make_tokens
 
 pytest.importorskip("triton")
 
-from lattn_compile.kernels import packed, packed_launch
+from lattn_compile.kernels import packed, packed_launch, packed_token_cuda
+from lattn_compile.kernels.common import codec
 from lattn_compile.recurrence import gates as gates_in_torch
 
 ALL = "LATTN_COMPILE_ALL" in os.environ
@@ -125,6 +128,45 @@ def test_nvfp4_of_every_size_and_of_no_number_has_the_bits_of_the_emulated_kerne
         single.step(x, "triton")
         monkeypatch.setattr(packed, "_fast", fast)
         assert differing(rows.records(x.slots), single.records(x.slots)) == []
+
+
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gdn": ("gdn", {"key_heads": 2, "value_heads": 4}),
+    "kda": ("kda", {"key_heads": 1, "value_heads": 3}),
+    "linear": ("linear", {"key_heads": 1, "value_heads": 1}),
+}
+
+
+@pytest.mark.parametrize("row", ["heads", "half heads"] if ALL else ["half heads"])
+@pytest.mark.parametrize("name", HEADS if ALL else ["gdn"])
+def test_whole_heads_are_what_columns_are(name: str, row: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`packed_token_cuda.py` against `packed_token.py`, from slots full of rubbish on, one of them fresh, one padding,
+    and with a scale whose products with codes need more bits than most. Sums run in numpy's order here, not in a
+    thread's: a code may be off by one."""
+    kind, sizes = HEADS[name]
+    kernel = interpreted(packed_token_cuda, tmp_path)
+    monkeypatch.setattr(kernel, "scales_of", lambda amax, largest, fast: codec.scales(amax, largest))
+    monkeypatch.setattr(packed, "whole_heads", lambda: kernel)
+    monkeypatch.setattr(packed_launch, "FULL", {"whole": 1, "half": 1})
+    monkeypatch.setattr(packed, "_fits_whole_heads", lambda *_: packed_launch.CHOSEN["int8"][0] == row)
+    both: list[Rows] = []
+    for seed in range(3):
+        x = make_tokens(kind, 1, [4, 0, -1], seed=seed, key_dim=128, value_dim=128, has=[True, seed > 0, True], **sizes)
+        both = both or [Rows(Policy("int8"), kind, x, 6) for _ in range(2)]
+        if seed == 1:
+            both[0].tensors["state_scale"].view(-1)[3] = 65535 * 2.0**-20
+            for other, tensor in both[1].tensors.items():
+                tensor.copy_(both[0].tensors[other])
+        found = []
+        for rows, way in zip(both, ("narrow", row), strict=True):
+            monkeypatch.setitem(packed_launch.CHOSEN, "int8", (way,) * 3)
+            found.append(rows.step(x, "triton"))
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6, equal_nan=True)
+        kept = [rows.records(x.slots[:2]) for rows in both]
+        torch.testing.assert_close(kept[0]["state_scale"], kept[1]["state_scale"], rtol=2e-5, atol=0)
+        apart = (kept[0]["codes"].int() - kept[1]["codes"].int()).abs()
+        assert apart.max() <= 1 and apart.double().mean() < 1e-3
+        assert torch.equal(both[0].cursor, both[1].cursor)
 
 
 @pytest.mark.parametrize("name", ["exact", "int8", "nvfp4", "gdn-int8", "two-precision"])

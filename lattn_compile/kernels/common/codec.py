@@ -58,28 +58,6 @@ def _zero(live):
 
 
 @triton.jit
-def scales(amax, LARGEST: tl.constexpr):
-    """From the bits of tiles' largest magnitudes to what their values are multiplied with.
-
-    Returns:
-        (scale, inverse, zero), fp32: codes are `round_codes(fma(x, inverse, zero))`, values `code * scale`. A tiny tile
-        gets scale 1 and exact +0; one with a NaN or an infinity a NaN scale.
-    """
-    finite = amax < _INFINITE
-    live = (amax >= _TINY) & finite
-    scale = tl.where(live, rn16(tl.div_rn(amax.to(tl.float32, bitcast=True), LARGEST)), 1.0)
-    inverse = tl.where(live, tl.div_rn(1.0, scale), 0.0)
-    return tl.where(finite, scale, float("nan")), inverse, _zero(live)
-
-
-@triton.jit
-def group_scale(group_amax):
-    """A group's scale of nvfp4, from the bits of its largest finite magnitude."""
-    scale = rn16(tl.div_rn(group_amax.to(tl.float32, bitcast=True), LARGEST_GROUP))
-    return tl.where(group_amax >= _TINY, scale, 1.0)
-
-
-@triton.jit
 def _reciprocal(x):
     """`1 / x` rounded to nearest, of normal numbers up to 2^126 whose mantissas are not all ones: the GPU's own, which
     is off by one unit in the last place at most, and a step of Newton's (Markstein 1990, theorem 1)."""
@@ -110,6 +88,38 @@ def _quotient(a, b, reciprocal):
     """
     q = a * reciprocal
     return tl.fma(tl.fma(q, -b, a), reciprocal, q)
+
+
+@triton.jit
+def scales(amax, LARGEST: tl.constexpr, FAST: tl.constexpr = False):
+    """From the bits of tiles' largest magnitudes to what their values are multiplied with.
+
+    FAST: without divisions, which branch, to the same bits; NVIDIA only.
+
+    Returns:
+        (scale, inverse, zero), fp32: codes are `round_codes(fma(x, inverse, zero))`, values `code * scale`. A tiny tile
+        gets scale 1 and exact +0; one with a NaN or an infinity a NaN scale.
+    """
+    finite = amax < _INFINITE
+    live = (amax >= _TINY) & finite
+    most = amax.to(tl.float32, bitcast=True)
+    if FAST:
+        ratio = _quotient(most, LARGEST, 1.0 / LARGEST)
+    else:
+        ratio = tl.div_rn(most, LARGEST)
+    scale = tl.where(live, rn16(ratio), 1.0)
+    if FAST:
+        inverse = _reciprocal(scale)
+    else:
+        inverse = tl.div_rn(1.0, scale)
+    return tl.where(finite, scale, float("nan")), tl.where(live, inverse, 0.0), _zero(live)
+
+
+@triton.jit
+def group_scale(group_amax):
+    """A group's scale of nvfp4, from the bits of its largest finite magnitude."""
+    scale = rn16(tl.div_rn(group_amax.to(tl.float32, bitcast=True), LARGEST_GROUP))
+    return tl.where(group_amax >= _TINY, scale, 1.0)
 
 
 @triton.jit

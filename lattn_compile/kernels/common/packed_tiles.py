@@ -23,12 +23,23 @@ from lattn_compile.formats.nvfp4.triton import BLOCK, GROUP, from_nibbles
 from lattn_compile.kernels.common.codec import from_bytes
 from lattn_compile.kernels.common.packed_nibbles import decoded_nibbles
 
-__all__ = ["decoded", "decoded_words", "load_codes", "load_steps", "load_words", "store_plain"]
+__all__ = [
+    "FP8_NUMBERS",
+    "INT8_NUMBERS",
+    "INT8_OFFSET",
+    "INT8_STEPS",
+    "decoded",
+    "decoded_words",
+    "load_codes",
+    "load_steps",
+    "load_words",
+    "store_plain",
+]
 
 _NAN_BYTE = tl.constexpr(0x7F)  # of E4M3
 
 # Four codes of a word, of which a mask keeps all or none, as numbers.
-_INT8_NUMBERS = tl.constexpr(
+INT8_NUMBERS = tl.constexpr(
     """
     {
     .reg .b32 bytes;
@@ -45,9 +56,9 @@ _INT8_NUMBERS = tl.constexpr(
     """
 )
 
-# As `_INT8_NUMBERS`, times a step: the byte lies in the mantissa of 2^15, which is 2^15 + 128 too much, and $6 is minus
+# As `INT8_NUMBERS`, times a step: the byte lies in the mantissa of 2^15, which is 2^15 + 128 too much, and $6 is minus
 # so many steps. With that product exact, each sum is one code's product with the step, which is exact too.
-_INT8_STEPS = tl.constexpr(
+INT8_STEPS = tl.constexpr(
     """
     {
     .reg .b32 bytes;
@@ -63,9 +74,9 @@ _INT8_STEPS = tl.constexpr(
     }
     """
 )
-_OFFSET = tl.constexpr(32768.0 + 128.0)
+INT8_OFFSET = tl.constexpr(32768.0 + 128.0)
 
-_FP8_NUMBERS = tl.constexpr(
+FP8_NUMBERS = tl.constexpr(
     """
     {
     .reg .b32 bytes, even, odd;
@@ -222,7 +233,7 @@ def _in_columns(a, b, c, d):
 @triton.jit
 def _int8_of_words(words, keep):
     a, b, c, d = tl.inline_asm_elementwise(
-        _INT8_NUMBERS,
+        INT8_NUMBERS,
         "=&f,=&f,=&f,=&f,r,r",
         [words, tl.broadcast_to(keep, words.shape)],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
@@ -234,9 +245,9 @@ def _int8_of_words(words, keep):
 
 @triton.jit
 def _int8_steps_of_words(words, step, shift):
-    """Four codes of each word times a step, a scalar; `shift` as `_INT8_STEPS` has it."""
+    """Four codes of each word times a step, a scalar; `shift` as `INT8_STEPS` has it."""
     a, b, c, d = tl.inline_asm_elementwise(
-        _INT8_STEPS,
+        INT8_STEPS,
         "=&f,=&f,=&f,=&f,r,f,f",
         [words, tl.broadcast_to(step, words.shape), tl.broadcast_to(shift, words.shape)],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
@@ -249,7 +260,7 @@ def _int8_steps_of_words(words, step, shift):
 @triton.jit
 def _fp8_of_words(words, keep):
     a, b, c, d = tl.inline_asm_elementwise(
-        _FP8_NUMBERS,
+        FP8_NUMBERS,
         "=&f,=&f,=&f,=&f,r,r",
         [words, tl.broadcast_to(keep, words.shape)],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
@@ -268,9 +279,9 @@ def decoded_words(
         return decoded_nibbles(words, steps, known, PIECES, FAST)
     elif SHORT and FORMAT == "int8" and len(steps) == 1 and len(steps[0].shape) == 0:
         step = tl.where(known, steps[0], 0.0)
-        shift = step * -_OFFSET
+        shift = step * -INT8_OFFSET
         # All steps but the odd ones of the last 256 in a binade.
-        if tl.fma(step, _OFFSET, shift) == 0.0:
+        if tl.fma(step, INT8_OFFSET, shift) == 0.0:
             out = ()
             for i in tl.static_range(PIECES):
                 out = out + (_int8_steps_of_words(words[i], step, shift),)
@@ -388,7 +399,7 @@ def _int8_values(raw, keep, FAST: tl.constexpr):
     """int8 codes, as bytes, in fp32; `keep` all ones, or 0 for zeros instead."""
     if FAST:
         return tl.inline_asm_elementwise(
-            _INT8_NUMBERS,
+            INT8_NUMBERS,
             "=&r,=&r,=&r,=&r,r,r,r,r,r",
             [raw, tl.broadcast_to(keep, raw.shape)],
             dtype=tl.int32,
@@ -404,7 +415,7 @@ def _fp8_values(raw, keep, FAST: tl.constexpr):
     """E4M3 codes, as bytes, in fp32; `keep` as in `_int8_values`. Half precision has all of their values."""
     if FAST:
         return tl.inline_asm_elementwise(
-            _FP8_NUMBERS,
+            FP8_NUMBERS,
             "=&r,=&r,=&r,=&r,r,r,r,r,r",
             [raw, tl.broadcast_to(keep, raw.shape)],
             dtype=tl.int32,
