@@ -212,6 +212,7 @@ def measure(
     batch: int,
     tokens: int,
     cases: list[tuple[str, str | None]],
+    others: list[str],
     profiled: bool,
     seconds: float,
     commit: str,
@@ -244,7 +245,7 @@ def measure(
         save(found)
         del call
         torch.cuda.empty_cache()
-    for kind in FLA:
+    for kind in others:
         found["fla"][kind] = times = {}
         for what, function in fla_calls(Call(kind, None, batch, tokens), batch, times).items():
             if time.time() < end:
@@ -341,7 +342,8 @@ def main() -> int:
             (args.out / f"{name}.md").write_text(table(found, args.fla_choices))
             (args.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
 
-    found = measure(args.batch, args.tokens, cases, args.by_kernel, args.seconds, args.commit, save)
+    others = [kind for kind in FLA if f"fla {kind}" in args.cases]
+    found = measure(args.batch, args.tokens, cases, others, args.by_kernel, args.seconds, args.commit, save)
     print(table(found, args.fla_choices))
     return 0
 

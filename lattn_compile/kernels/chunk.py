@@ -3,9 +3,9 @@
 Nothing waits for lengths; grids follow from shapes. Per span of blocks, of bf16 inputs (launched by chunk_fine.py):
 
     place                              which program handles which tokens                        chunk_blocks.py
-    head_rows, channel_rows            keys and queries as products take them, and their factors chunk_rows.py
+    head_rows                          keys and queries as products take them, and their factors chunk_rows.py
     pairs_rows                         what tokens of a block see of each other                  chunk_pairs.py
-    tiles_fine, across_fine            the same under a decay by channel                         chunk_channel.py
+    block_fine                         both under a decay by channel                             chunk_channel.py
     solve_fine                         the delta rule's inverse                                  chunk_solve.py
     carry                              the state from block to block, and the outputs            chunk_state*.py
 

@@ -176,7 +176,8 @@ def grad_pairs(
 
     Args:
         reads, overlaps, updates (U), drhs: of the kernels before.
-        dreads, doverlaps: fp32 `[NB, HV, BT, BT]`: of `q_i . k_j` and `k_i . k_j`, zero above the diagonal.
+        dreads, doverlaps: fp32 `[NB, HV, BT, BT]`: of `q_i . k_j` and `k_i . k_j`, zero above the diagonal,
+            and of a decay by channel symmetric.
         strengths: fp32 `[NB, HV, 2, BT]`: parts of beta's gradient, of the tiles on the diagonal and off it.
         gates: likewise, of g's by head: what the pairs of tokens around a gate make of it.
 
@@ -237,15 +238,20 @@ def grad_pairs(
         weight = tile_weights(g_i, g_j, off, TILE, False, False)
         D1 *= weight
         D2 = D2 * weight
+    mirror = at * (BT * BT) + slot_j[:, None] * BT + slot_i[None, :]
+    turned, turned_2 = tl.zeros([TILE, TILE], tl.float32), tl.zeros([TILE, TILE], tl.float32)
+    if DECAY == 2:
+        turned, turned_2 = tl.trans(D1), tl.trans(D2)
+        below = strict | (i[:, None] == i[None, :])
+        D1, D2 = tl.where(below, D1, turned), tl.where(below, D2, turned_2)
     tl.store(dreads + place, D1)
     if DELTA:
         tl.store(doverlaps + place, D2)
     if BT > TILE:  # noqa: SIM102 # one is known when compiled, the other is not
         if off:
-            mirror = at * (BT * BT) + slot_j[:, None] * BT + slot_i[None, :]
-            tl.store(dreads + mirror, tl.zeros([TILE, TILE], tl.float32))
+            tl.store(dreads + mirror, turned)
             if DELTA:
-                tl.store(doverlaps + mirror, tl.zeros([TILE, TILE], tl.float32))
+                tl.store(doverlaps + mirror, turned_2)
             if BETA:
                 tl.store(strengths + part + slot_j, tl.zeros([TILE], tl.float32))
 

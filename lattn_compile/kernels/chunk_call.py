@@ -103,7 +103,8 @@ class Call:
         self.decay = 0 if g is None else g.dim() - 1
         self.delta = rule == "delta"
         self.cut = cut(tokens, grid)
-        self.keys = max(16, triton.next_power_of_2(key_dim))
+        # By channel not 16, a tile's tokens: of square tiles Triton 3.6 made wrong code, see docs/kernels.md.
+        self.keys = max(32 if self.decay == 2 else 16, triton.next_power_of_2(key_dim))
         self.write = write(quantize, key_dim, value_dim, self.keys)
         self.after = readout == "after_write" and bool(self.write["FORMAT"])
         self._sizes(value_dim)
@@ -300,8 +301,8 @@ class Call:
         if self.decay == 2 and self.g is not None and dg is not None:
             launched(grad_levels)[(blocks * heads * slices,)](
                 self.q, self.k, self.g, *where, span.norms, dreads, doverlaps, dkeys, dgates, dg, skip, *qk, *of_g,
-                *dg.stride(), self.key_heads, heads, BS=self.slice, TILE=min(_CORNER, size), **self.key, **self.kind,
-                **self.parts, num_warps=2, num_stages=1,
+                *dg.stride(), self.key_heads, heads, BS=self.slice, TILE=_CORNER, **self.key, **self.kind,
+                **self.parts, num_warps=size // _CORNER, num_stages=1,
             )  # fmt: skip
         if self.after:
             launched(grad_lines)[(blocks * heads,)](

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lattn_compile.kernels.chunk_blocks import MAX_BLOCK, Schedule, schedule
 from lattn_compile.kernels.chunk_call import Call, strides
-from lattn_compile.kernels.chunk_channel import across_fine, tiles_fine
+from lattn_compile.kernels.chunk_channel import block_fine
 from lattn_compile.kernels.chunk_pairs import pairs_rows
 from lattn_compile.kernels.chunk_rows import FACTORS, channel_rows, head_rows
 from lattn_compile.kernels.chunk_sizes import shared_memory
@@ -32,9 +32,6 @@ PIECE = 32
 
 _SPREAD_COLUMNS = 32
 """Of a program of `carry_cuda`."""
-
-_CORNER = 16
-"""Tokens of the smallest tile of a decay by channel."""
 
 
 def is_spread(device: torch.device) -> bool:
@@ -63,7 +60,7 @@ class _Span:
     whole: Tensor | None
     scales: Tensor | None
     norms: Tensor | None
-    pairs: Tensor
+    pairs: Tensor | None
     reads: Tensor | None
     overlaps: Tensor | None
     solved: Tensor | None
@@ -80,9 +77,9 @@ class FineCall(Call):
         self.width = triton.cdiv(value_dim, 16 * self.groups) * 16 * self.groups
 
         self.spread = is_spread(self.q.device) and self._fits_spread()
-        # Gates' gradients are sums that cancel where a key repeats; 22 bits of the inverse put them off by 2e-5. The
-        # state of a forward alone is off by 9e-6 there, by 8e-7 with all three, whose loop has no registers left.
-        self.solved_parts = 3 if self.backward else 2
+        # Gates' gradients are sums that cancel where a key repeats: 22 bits of the inverse put them off by 2e-5, and
+        # the state by 9e-6. All three parts put it off by 8e-7 by head, where a forward's loop has no registers left.
+        self.solved_parts = 3 if self.backward or self.decay == 2 else 2
 
     def _needs(self, backward: bool) -> int:
         size, keys = self.cut.size, self.keys
@@ -104,44 +101,37 @@ class FineCall(Call):
         factors = self.new(blocks, heads, FACTORS, size)
         norms = self.new(blocks, key_heads, 2, size) if back else None
         exact = self.new(blocks, key_heads, size, dtype=torch.float64)
-        pairs = self.new(blocks, heads, 2 if back else 1, size, size, **half)
+        read = read or back
+        pairs = self.new(blocks, heads, 2 if back else 1, size, size, **half) if read else None
         overlaps = self.new(blocks, heads, size, size, dtype=torch.float64) if self.delta else None
-        reads = whole = scales = None
         if self.decay == 2 and self.g is not None:
             of_g = self.g.stride()
             scales = self.new(blocks, key_heads, 4, size)
-            options = {"DELTA": self.delta, "BACK": back, "TURN": turn, **self.key, **self.blocks}
-            # Small tiles of one warp each: a level costs what its rows squared cost, a tile below the diagonal less.
-            tile = min(_CORNER, size)
-            launched(tiles_fine)[(blocks * heads * (size // tile),)](
-                self.q, self.k, self.g, *where, scales, exact, norms, pairs, overlaps, self.scale, skip, *qk, *of_g,
-                key_heads, heads, BS=self.slice, TILE=tile, **self.norm, **options, num_warps=1,
-                num_stages=1,
-            )  # fmt: skip
-            while tile < size:
-                launched(across_fine)[(blocks * heads * (size // (2 * tile)),)](
-                    self.q, self.k, self.g, *where, scales, exact, pairs, overlaps, skip, *qk, *of_g, key_heads, heads,
-                    BS=self.slice, HALF=tile, **options, num_warps=tile // 16, num_stages=1,
-                )  # fmt: skip
-                tile *= 2
             whole = self.new(blocks, heads, self.keys)
-        span = _Span(placed, skip, None, factors, whole, scales, norms, pairs, None, overlaps, None, None)
-        if scales is not None:
-            span.rows = self._channel_rows(span, back=back and self.spread, turn=False)
+            span = _Span(placed, skip, None, factors, whole, scales, norms, pairs, None, overlaps, None, None)
+            queries = (2 if back and self.spread else 1) if read else 0
+            span.rows = self.new(blocks, heads, 4 + queries, size, self.keys, **half)
+            launched(block_fine)[(blocks * heads,)](
+                self.q, self.k, self.g, self.beta, *where, scales, exact, norms, span.rows, whole, factors, pairs,
+                overlaps, self.scale, skip, *qk, *of_g, *strides(self.beta, 2), key_heads, heads, BS=self.slice,
+                DELTA=self.delta, READ=read, BACK=back, WIDE=self.spread, TURN=turn, **self.key, **self.norm,
+                **self.strength, **self.blocks, num_warps=size // 16, num_stages=1,
+            )  # fmt: skip
         else:
-            span.rows = self.new(blocks, key_heads, 2 if self.spread else 3, size, self.keys, **half)
+            span = _Span(placed, skip, None, factors, None, None, norms, pairs, None, overlaps, None, None)
+            span.rows = self.new(blocks, key_heads, (1 if self.spread else 2) + read, size, self.keys, **half)
             launched(head_rows)[(blocks * key_heads,)](
                 self.q, self.k, self.g, self.beta, *where, span.rows, factors, exact, norms, self.scale, skip, *qk,
-                *strides(self.g, 2), *strides(self.beta, 2), key_heads, heads, DECAY=self.decay, BACK=back,
-                WIDE=self.spread, TURN=turn, **self.key, **self.strength, **self.norm, **self.blocks, num_warps=4,
-                num_stages=1,
+                *strides(self.g, 2), *strides(self.beta, 2), key_heads, heads, DECAY=self.decay, READ=read,
+                BACK=back, WIDE=self.spread, TURN=turn, **self.key, **self.strength, **self.norm, **self.blocks,
+                num_warps=4, num_stages=1,
             )  # fmt: skip
             if back and self.decay == 1:
-                span.reads = reads = self.new(blocks, heads, size, size)
+                span.reads = self.new(blocks, heads, size, size)
             launched(pairs_rows)[(blocks * key_heads * self.tiles,)](
-                placed.owner, span.rows, factors, exact, pairs, overlaps, reads, key_heads, heads, BK=self.keys,
-                BT=size, TILE=self.tile, DELTA=self.delta, DECAY=self.decay, BACK=back, WIDE=self.spread, TURN=turn,
-                num_warps=4, num_stages=1,
+                placed.owner, span.rows, factors, exact, pairs, overlaps, span.reads, key_heads, heads, BK=self.keys,
+                BT=size, TILE=self.tile, DELTA=self.delta, DECAY=self.decay, READ=read, BACK=back, WIDE=self.spread,
+                TURN=turn, num_warps=4, num_stages=1,
             )  # fmt: skip
         if overlaps is not None:
             parts = self.solved_parts
@@ -154,15 +144,15 @@ class FineCall(Call):
             )  # fmt: skip
         return span
 
-    def _channel_rows(self, span: _Span, *, back: bool, turn: bool) -> Tensor:
+    def _turned_rows(self, span: _Span) -> Tensor:
+        """Of a decay by channel, for `carry_back`."""
         placed, size, heads = span.schedule, self.cut.size, self.value_heads
-        rows = self.new(placed.blocks, heads, 6 if back or turn else 5, size, self.keys, dtype=torch.float16)
+        rows = self.new(placed.blocks, heads, 6, size, self.keys, dtype=torch.float16)
         where = (self.starts, self.lengths, self.offsets, placed.owner, placed.index)
         launched(channel_rows)[(placed.blocks * heads * (self.keys // self.slice),)](
-            self.q, self.k, self.g, self.beta, *where, span.scales, rows, span.whole, span.factors, span.skip,
-            *self.q.stride(), *self.k.stride(), *strides(self.g, 3), *strides(self.beta, 2), self.key_heads, heads,
-            BS=self.slice, BACK=back, WIDE=self.spread, TURN=turn, **self.key, **self.strength, **self.blocks,
-            num_warps=4, num_stages=1,
+            self.q, self.k, self.g, *where, span.scales, rows, span.skip, *self.q.stride(), *self.k.stride(),
+            *strides(self.g, 3), self.key_heads, heads, BS=self.slice, **self.key, **self.blocks, num_warps=2,
+            num_stages=1,
         )  # fmt: skip
         return rows
 
@@ -170,7 +160,9 @@ class FineCall(Call):
         """Options of the loops over blocks, which load so many matrices of keys and of tokens."""
         size = self.cut.size
         loaded = 2 * (parts * size * self.keys + squares * size * size)
-        stages = 3 if 2 * loaded + (6 * self.groups + 1) * 1024 <= shared_memory(self.q.device) else 2
+        room = shared_memory(self.q.device) - (6 * self.groups + 1) * 1024
+        # One: nothing is loaded ahead, as with K = 256 by channel on the way back.
+        stages = max(1, min(3, 1 + room // loaded))
         return {
             "W": min(PIECE, self.keys), "G": self.groups, "DELTA": self.delta, "CHANNEL": self.decay == 2,
             "STAGES": stages, "AFTER": self.after, **self.key, **self.value, **self.norm,
@@ -223,7 +215,7 @@ class FineCall(Call):
         placed, heads = span.schedule, self.value_heads
         if self.decay == 2 and not self.spread:
             span.rows = None
-            span.rows = self._channel_rows(span, back=False, turn=True)
+            span.rows = self._turned_rows(span)
         cotangents = self.new(*kept.shape)
         drhs = self.new(placed.blocks, heads, self.cut.size, self.width)
         if self.spread:

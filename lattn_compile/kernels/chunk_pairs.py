@@ -156,13 +156,13 @@ def pairs_head(
 
 @triton.jit
 def store_reads(
-    p, at, corner, x, i_tile, j_tile, BT: tl.constexpr, TILE: tl.constexpr, BACK: tl.constexpr, TURN: tl.constexpr
+    p, at, x, i_tile, j_tile, BT: tl.constexpr, TILE: tl.constexpr, BACK: tl.constexpr, TURN: tl.constexpr
 ):  # fmt: skip
     """A tile of what tokens see of each other without factors of rows: fp16 `[NB, HV, BT, BT]`, under BACK in two
-    parts, `[NB, HV, 2, BT, BT]`, under TURN transposed. corner: of what tiles are counted in, on the diagonal."""
+    parts, `[NB, HV, 2, BT, BT]`, under TURN transposed."""
     if BACK:
         high, low = fine_parts(x)
-        place = p + at * (2 * BT * BT) + corner
+        place = p + at * (2 * BT * BT)
         if TURN:
             store_tile(place, tl.trans(high), j_tile, i_tile, BT, TILE)
             store_tile(place + BT * BT, tl.trans(low), j_tile, i_tile, BT, TILE)
@@ -170,18 +170,19 @@ def store_reads(
             store_tile(place, high, i_tile, j_tile, BT, TILE)
             store_tile(place + BT * BT, low, i_tile, j_tile, BT, TILE)
     else:
-        store_tile(p + at * (BT * BT) + corner, half(x), i_tile, j_tile, BT, TILE)
+        store_tile(p + at * (BT * BT), half(x), i_tile, j_tile, BT, TILE)
 
 
 @triton.jit(do_not_specialize=["H", "HV"])
 def pairs_rows(
     owner, rows, factors, exact, reads, overlaps, seen, H, HV, BK: tl.constexpr, BT: tl.constexpr, TILE: tl.constexpr,
-    DELTA: tl.constexpr, DECAY: tl.constexpr, BACK: tl.constexpr, WIDE: tl.constexpr, TURN: tl.constexpr,
+    DELTA: tl.constexpr, DECAY: tl.constexpr, READ: tl.constexpr, BACK: tl.constexpr, WIDE: tl.constexpr,
+    TURN: tl.constexpr,
 ):  # fmt: skip
     """Decay by head, or none, from rows of `chunk_rows.py`.
 
     Args:
-        exact: of `head_rows`. reads: of `store_reads`.
+        exact: of `head_rows`. reads: of `store_reads`, under READ.
         overlaps: float64 `[NB, HV, BT, BT]`, of the delta rule, strictly lower.
             Its rounding errors are amplified by the norm of the inverse.
         seen: under BACK, of a decay: `reads` with their factors, fp32 `[NB, HV, BT, BT]`.
@@ -194,15 +195,17 @@ def pairs_rows(
         return
     i, channel = tl.arange(0, TILE), tl.arange(0, BK)
     at_i, at_j = i_tile * TILE + i, j_tile * TILE + i
-    ROWS: tl.constexpr = 2 if WIDE else 3
+    ROWS: tl.constexpr = (1 if WIDE else 2) + READ
     p_rows = rows + pid.to(tl.int64) * (ROWS * BT * BK)
-    p_q = p_rows + (ROWS - 1) * BT * BK
-    early = tl.trans(tl.load(p_rows + at_j[:, None] * BK + channel[None, :]))
-    if TURN:
-        b_q = tl.trans(tl.load(p_q + channel[:, None] * BT + at_i[None, :]))
-    else:
-        b_q = tl.load(p_q + at_i[:, None] * BK + channel[None, :])
-    P = tl.dot(b_q, early)
+    P = tl.zeros([TILE, TILE], tl.float32)
+    if READ:
+        p_q = p_rows + (ROWS - 1) * BT * BK
+        early = tl.trans(tl.load(p_rows + at_j[:, None] * BK + channel[None, :]))
+        if TURN:
+            b_q = tl.trans(tl.load(p_q + channel[:, None] * BT + at_i[None, :]))
+        else:
+            b_q = tl.load(p_q + at_i[:, None] * BK + channel[None, :])
+        P = tl.dot(b_q, early)
     if DELTA:
         # One product's sixteen channels are exact in fp32, their sum in float64.
         A = tl.zeros([TILE, TILE], tl.float64)
@@ -220,7 +223,8 @@ def pairs_rows(
             g_i, g_j = tl.load(p + GATE_ROW * BT + at_i), tl.load(p + GATE_ROW * BT + at_j)
             decay = tile_weights(g_i, g_j, i_tile != j_tile, TILE, True, True)
         D = P * decay.to(tl.float32)
-        store_reads(reads, at, 0, D, i_tile, j_tile, BT, TILE, BACK, TURN)
+        if READ:
+            store_reads(reads, at, D, i_tile, j_tile, BT, TILE, BACK, TURN)
         if BACK and DECAY == 1:
             k_j = tl.load(p + KEY_ROW * BT + at_j) * tl.load(p + MOST_ROW * BT)
             q_i = tl.load(p + QUERY_ROW * BT + at_i)
@@ -246,7 +250,7 @@ def halves(half, SIZE: tl.constexpr):
     """0-1 matrix `[SIZE, SIZE]`, fp32: the gates between a token and the middle of its 2 `half` tokens, a power of
     two."""
     i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    return (((i ^ j) < half) & (((i & half) != 0) == (j <= i))).to(tl.float32)
+    return tl.where(((i ^ j) < half) & (((i & half) != 0) == (j <= i)), 1.0, 0.0)
 
 
 @triton.jit

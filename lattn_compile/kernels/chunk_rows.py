@@ -24,7 +24,6 @@ from lattn_compile.kernels.chunk_math import (
     power_of_two,
     row_weights,
 )
-from lattn_compile.kernels.common.inputs import rstd
 
 __all__ = [
     "BETA_ROW",
@@ -39,9 +38,10 @@ __all__ = [
     "START_ROW",
     "WHOLE_ROW",
     "channel_rows",
-    "exact_norm",
     "head_rows",
-    "row_norms",
+    "load_norms",
+    "store_factors",
+    "store_sums",
 ]
 
 FACTORS = 10
@@ -60,37 +60,71 @@ LIFT_ROW = tl.constexpr(9)  # a power of two: rows of the inverse are stored wit
 
 
 @triton.jit
-def row_norms(most_k, most_q, total_k, total_q, scale, NORM: tl.constexpr):
-    """Of rows of keys and of queries, from their largest magnitudes and sums of squares: what each is multiplied with
-    to come into fp16's range, and what is left to multiply the product with.
+def row_sums(x):
+    """Of rows that bf16 holds, along the last axis: their largest magnitude, and the sum of their squares, float64, of
+    rows brought near 1 by `near_one`."""
+    most = tl.max(tl.abs(x), len(x.shape) - 1)
+    near = x * tl.expand_dims(near_one(most)[1], len(x.shape) - 1)
+    return most, tl.sum((near * near).to(tl.float64), len(x.shape) - 1)
+
+
+@triton.jit
+def near_one(most):
+    """The power of two that rows are divided by for their sums of squares, and its reciprocal."""
+    return power_of_two(tl.maximum(most, 2.0**-10))
+
+
+@triton.jit
+def exact_norm(most, total, NORM: tl.constexpr):
+    """What a product of rows that were brought into fp16's range is multiplied with, float64; of `row_sums`.
+
+    In float64 because the delta rule's matrix wants it: an error of a norm is one of beta, which a repeated key
+    amplifies. A root in fp32 and one step of Newton's: one in float64 takes hundreds of instructions.
+    """
+    up, _ = power_of_two(most)
+    if NORM:
+        _, down = near_one(most)
+        total += 1e-6 * (down * down).to(tl.float64)
+        root = tl.div_rn(1.0, tl.sqrt_rn(total.to(tl.float32))).to(tl.float64)
+        return (root * (1.5 - 0.5 * total * root * root)) * (up * down).to(tl.float64)
+    else:
+        return up.to(tl.float64)
+
+
+@triton.jit
+def store_sums(p, slot, q, k, BT: tl.constexpr):
+    """Leaves what `load_norms` wants of rows `q` and `k` at p, fp32 `[6, BT]`, for whoever passes the next barrier.
+
+    Where rows lie in registers a thread has the same sums as others, of many rows; read again, of one.
+    """
+    most, total = row_sums(k)
+    tl.store(p + slot, most)
+    high = total.to(tl.float32)
+    tl.store(p + BT + slot, high)
+    tl.store(p + 2 * BT + slot, (total - high.to(tl.float64)).to(tl.float32))
+    most = tl.max(tl.abs(q), len(q.shape) - 1)
+    near = q * tl.expand_dims(near_one(most)[1], len(q.shape) - 1)
+    tl.store(p + 3 * BT + slot, most)
+    tl.store(p + 4 * BT + slot, tl.sum(near * near, len(q.shape) - 1))
+
+
+@triton.jit
+def load_norms(p, slot, scale, BT: tl.constexpr, NORM: tl.constexpr):
+    """Of rows of keys and of queries: what each is multiplied with to come into fp16's range, and what is left to
+    multiply the product with.
 
     Returns:
-        (k_down, k_norm, q_down, q_norm).
+        (k_down, k_norm, k_norm in float64, q_down, q_norm).
     """
-    k_up, k_down = power_of_two(most_k)
-    q_up, q_down = power_of_two(most_q)
-    k_norm, q_norm = k_up, q_up * scale
-    if NORM:
-        k_norm, q_norm = k_up * rstd(total_k), q_up * (rstd(total_q) * scale)
-    return k_down, k_norm, q_down, q_norm
+    k_most, q_most = tl.load(p + slot), tl.load(p + 3 * BT + slot)
+    total = tl.load(p + BT + slot).to(tl.float64) + tl.load(p + 2 * BT + slot).to(tl.float64)
+    k_exact = exact_norm(k_most, total, NORM)
+    q_norm = exact_norm(q_most, tl.load(p + 4 * BT + slot).to(tl.float64), NORM).to(tl.float32) * scale
+    return power_of_two(k_most)[1], k_exact.to(tl.float32), k_exact, power_of_two(q_most)[1], q_norm
 
 
 @triton.jit
-def exact_norm(k, k_down, NORM: tl.constexpr):
-    """`k_norm` of `row_norms` in float64, of rows `k`, which bf16 holds.
-
-    The delta rule's matrix wants it: an error of a norm is one of beta, which a repeated key amplifies.
-    """
-    up = 1.0 / k_down.to(tl.float64)
-    if NORM:
-        wide = k.to(tl.float64)
-        return up / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
-    else:
-        return up
-
-
-@triton.jit
-def _store_factors(
+def store_factors(
     p, slot, strength, erase, from_start, to_end, key, query, gates, BT: tl.constexpr, DECAY: tl.constexpr
 ):
     most, down = common_power(tl.max(key, 0))
@@ -118,7 +152,7 @@ def head_rows(
     q, k, g, beta, starts, lengths, offsets, owner, index, rows, factors, exact, norms, scale, skip,
     q_token, q_head, q_channel, k_token, k_head, k_channel, g_token, g_head, beta_token, beta_head, H, HV,
     K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr,
-    BACK: tl.constexpr, WIDE: tl.constexpr, TURN: tl.constexpr,
+    READ: tl.constexpr, BACK: tl.constexpr, WIDE: tl.constexpr, TURN: tl.constexpr,
     CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """Of a decay by head, or none.
@@ -126,8 +160,8 @@ def head_rows(
     Args:
         q, k: `[M, H, K]`, bf16, g, beta: `[M, HV]`, any strides.
         rows: fp16 `[NB, H, 3, BT * BK]`: keys `[BT, BK]`, their transpose, and queries, under TURN transposed too;
-            zeros without a token. Under WIDE `[NB, H, 2, BT * BK]`, keys and queries as they are.
-        factors: `FACTORS`, but LIFT. exact: float64 `[NB, H, BT]`, of `exact_norm`.
+            zeros without a token. Under WIDE `[NB, H, 2, BT * BK]`, keys and queries as they are. READ: with queries.
+        factors: `FACTORS`, but LIFT. exact: float64 `[NB, H, BT]`, of `load_norms`.
         norms: under BACK, fp32 `[NB, H, 2, BT]`: what k is multiplied with, and q.
 
     Grid: (NB * H,).
@@ -140,23 +174,27 @@ def head_rows(
     token, inside = block_tokens(owner, index, starts, lengths, offsets, block, skip, slot, CHUNK, TOKENS, PER)
     b_q = load_rows(q, token * q_token + i_key * q_head, inside, 0, q_channel, K, BK).to(tl.float32)
     b_k = load_rows(k, token * k_token + i_key * k_head, inside, 0, k_channel, K, BK).to(tl.float32)
-    k_down, k_norm, q_down, q_norm = row_norms(
-        tl.max(tl.abs(b_k), 1), tl.max(tl.abs(b_q), 1), tl.sum(b_k * b_k, 1), tl.sum(b_q * b_q, 1), scale, NORM
-    )
-    tl.store(exact + pid.to(tl.int64) * BT + slot, exact_norm(b_k, k_down, NORM))
+    # Its sums lie where the first of its value heads has its factors later.
+    p_sums = factors + (block.to(tl.int64) * HV + i_key * (HV // H)) * (10 * BT)
+    store_sums(p_sums, slot, b_q, b_k, BT)
+    tl.debug_barrier()
+    k_down, k_norm, k_exact, q_down, q_norm = load_norms(p_sums, slot, scale, BT, NORM)
+    tl.debug_barrier()
+    tl.store(exact + pid.to(tl.int64) * BT + slot, k_exact)
     keys = half(b_k * k_down[:, None])
-    ROWS: tl.constexpr = 2 if WIDE else 3
+    ROWS: tl.constexpr = (1 if WIDE else 2) + READ
     p_rows = rows + pid.to(tl.int64) * (ROWS * BT * BK)
     place = slot[:, None] * BK + channel[None, :]
     flip = slot[None, :] + channel[:, None] * BT
     tl.store(p_rows + place, keys)
     if not WIDE:
         tl.store(p_rows + BT * BK + flip, tl.trans(keys))
-    queries = half(b_q * q_down[:, None])
-    if TURN:
-        tl.store(p_rows + (ROWS - 1) * BT * BK + flip, tl.trans(queries))
-    else:
-        tl.store(p_rows + (ROWS - 1) * BT * BK + place, queries)
+    if READ:
+        queries = half(b_q * q_down[:, None])
+        if TURN:
+            tl.store(p_rows + (ROWS - 1) * BT * BK + flip, tl.trans(queries))
+        else:
+            tl.store(p_rows + (ROWS - 1) * BT * BK + place, queries)
     if BACK:
         p_norm = norms + pid.to(tl.int64) * (2 * BT) + slot
         tl.store(p_norm, k_norm * k_down)
@@ -168,7 +206,7 @@ def head_rows(
         gates = tl.zeros([BT], tl.float32)
         if DECAY == 1:
             gates = held(tl.load(g + token * g_token + i_head * g_head, mask=inside, other=0.0))
-        _store_factors(
+        store_factors(
             factors + (block.to(tl.int64) * HV + i_head) * (10 * BT), slot, strength, strength * k_norm * from_start,
             from_start, to_end, k_norm, q_norm, gates, BT, DECAY,
         )  # fmt: skip
@@ -176,21 +214,17 @@ def head_rows(
 
 @triton.jit(do_not_specialize=["skip", "H", "HV"])
 def channel_rows(
-    q, k, g, beta, starts, lengths, offsets, owner, index, norms, rows, whole, factors, skip,
-    q_token, q_head, q_channel, k_token, k_head, k_channel, g_token, g_head, g_channel, beta_token, beta_head, H, HV,
-    K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, BETA: tl.constexpr,
-    BACK: tl.constexpr, WIDE: tl.constexpr, TURN: tl.constexpr,
+    q, k, g, starts, lengths, offsets, owner, index, norms, rows, skip,
+    q_token, q_head, q_channel, k_token, k_head, k_channel, g_token, g_head, g_channel, H, HV,
+    K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
     CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
-    """Of a decay by channel, g `[M, HV, K]`, whose weights are multiplied into the rows.
+    """Of a decay by channel, g `[M, HV, K]`, whose weights are multiplied into the rows: as `carry_back` takes them.
 
     Args:
-        norms: fp32 `[NB, H, 4, BT]` of `row_norms`.
-        rows: fp16 `[NB, HV, 5, BT * BK]`: keys from the block's start in two parts, `[BT, BK]`, keys to its end in two
-            parts, `[BK, BT]`, or under WIDE `[BT, BK]`, and queries from its start, `[BT, BK]`; under BACK
-            `[NB, HV, 6, BT * BK]`, queries in two parts. Under TURN six too: keys to the end, `[BT, BK]`, keys and
-            queries from the start, `[BK, BT]`.
-        whole: fp32 `[NB, HV, BK]`. factors: `FACTORS`, but GATE and LIFT. Neither is written under TURN.
+        norms: fp32 `[NB, H, 4, BT]` of `load_norms`.
+        rows: fp16 `[NB, HV, 6, BT * BK]`: keys to the block's end in two parts, `[BT, BK]`, keys and queries from its
+            start, `[BK, BT]`.
 
     Grid: (NB * HV * BK / BS,).
     """
@@ -211,31 +245,10 @@ def channel_rows(
     b_g = held(load_rows(g, token * g_token + i_head * g_head, inside, first, g_channel, K, BS))
     from_start = fine_weight((slot[None, :] <= slot[:, None]).to(tl.float32), b_g)
     to_end = fine_weight((slot[None, :] > slot[:, None]).to(tl.float32), b_g)
-    p_rows = rows + pid.to(tl.int64) * ((6 if BACK or TURN else 5) * BT * BK)
+    p_rows = rows + pid.to(tl.int64) * (6 * BT * BK)
     wide, tall = p_rows + slot[:, None] * BK + channel[None, :], p_rows + slot[None, :] + channel[:, None] * BT
     b_k = b_k * k_down[:, None]
     b_q = b_q * (q_down[:, None] * from_start)
-    if TURN:
-        _store_parts(wide, fine_parts(b_k * to_end), BT * BK, False)
-        _store_parts(tall + 2 * BT * BK, fine_parts(b_k * from_start), BT * BK, True)
-        _store_parts(tall + 4 * BT * BK, fine_parts(b_q), BT * BK, True)
-    else:
-        _store_parts(wide, fine_parts(b_k * from_start), BT * BK, False)
-        if WIDE:
-            _store_parts(wide + 2 * BT * BK, fine_parts(b_k * to_end), BT * BK, False)
-        else:
-            _store_parts(tall + 2 * BT * BK, fine_parts(b_k * to_end), BT * BK, True)
-        if BACK:
-            _store_parts(wide + 4 * BT * BK, fine_parts(b_q), BT * BK, False)
-        else:
-            tl.store(wide + 4 * BT * BK, half(b_q))
-        last = tl.sum(tl.where((slot == BT - 1)[:, None], from_start, 0.0), 0)
-        tl.store(whole + pid.to(tl.int64) * BK + channel, last)
-        if first == 0:
-            k_norm, q_norm = tl.load(p_norm + BT), tl.load(p_norm + 3 * BT)
-            strength = load_beta(beta, token, inside, beta_token, i_head, beta_head, BETA)
-            ones = tl.full([BT], 1.0, tl.float32)
-            _store_factors(
-                factors + pid.to(tl.int64) * (10 * BT), slot, strength, strength * k_norm, ones, ones, k_norm, q_norm,
-                ones, BT, 2,
-            )  # fmt: skip
+    _store_parts(wide, fine_parts(b_k * to_end), BT * BK, False)
+    _store_parts(tall + 2 * BT * BK, fine_parts(b_k * from_start), BT * BK, True)
+    _store_parts(tall + 4 * BT * BK, fine_parts(b_q), BT * BK, True)

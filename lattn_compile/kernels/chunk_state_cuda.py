@@ -151,8 +151,10 @@ def carry_cuda(
     if not CHANNEL:
         row_at, along = block.to(gl.int64) * H + i_key, H
     base, low, high, _ = extent(skip, lead, length, CHUNK, TOKENS, PER)
-    p_rows, p_P = rows + row_at * (ROWS * SQUARE), reads + at * (BT * BT)
-    p_T = p_P
+    p_rows = rows + row_at * (ROWS * SQUARE)
+    p_P, p_T = p_rows, p_rows
+    if READ:
+        p_P = reads + at * (BT * BT)
     if DELTA:
         p_T = solved + at * (SOLVED * BT * BT)
     if blocks > 0:
@@ -187,7 +189,8 @@ def carry_cuda(
         inside = (slot >= low) & (slot < high)
         more = gl.where(j + 1 < blocks, 1, 0)
         p_rows = rows + (row_at + more * along) * (ROWS * SQUARE)
-        p_P = reads + (at + more * HV) * (BT * BT)
+        if READ:
+            p_P = reads + (at + more * HV) * (BT * BT)
         if DELTA:
             p_T = solved + (at + more * HV) * (SOLVED * BT * BT)
         then = j + 1 - (j + 1) // STAGES * STAGES

@@ -103,6 +103,15 @@ def _run(
     )
 
 
+def _tokens(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None) -> Tokens:
+    return Tokens(_joined(q), _joined(k), _joined(v), None if g is None else _joined(g), beta)
+
+
+def _joined(x: Tensor) -> Tensor:
+    """`x`, channels or heads side by side: of others loads have another layout, sums its order, and bits differ."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _entering(anchor: Tensor, read: Tensor | None, ring: Ring | None, cursor: Tensor, rule: str) -> States:
     """The states, and read copies, that the first tokens find; with a cursor of 0 they keep their bits."""
     states, copies = anchor.contiguous(), None if read is None else read.contiguous()
@@ -137,7 +146,7 @@ def forward(
     anchors = anchor.clone(memory_format=torch.contiguous_format)
     with on(q.device):
         ring = None if window == 1 else ring
-        run = _run(Tokens(q, k, v, g, beta), (starts, lengths, cursor), read, rule=rule, window=window, **options)
+        run = _run(_tokens(q, k, v, g, beta), (starts, lengths, cursor), read, rule=rule, window=window, **options)
         record = run.new(run.sequences, window - 1, run.value_heads, run.value_dim) if keep else None
         if run.count and anchor.numel():
             start, work = _entering(anchor, read, ring, cursor, rule), Stretch(run)
@@ -180,9 +189,10 @@ def backward(
     dring: Ring | None = None
     with on(q.device):
         carried = None if window == 1 else ring
-        run = _run(Tokens(q, k, v, g, beta), (starts, lengths, cursor), read, rule=rule, window=window, **options)
+        run = _run(_tokens(q, k, v, g, beta), (starts, lengths, cursor), read, rule=rule, window=window, **options)
         if run.count and anchor.numel():
             start = _entering(anchor, read, carried, cursor, rule)
+            grad_o = None if grad_o is None else _joined(grad_o)
             _backward(run, start, grad_o, grad_anchor, grad_ring, dstates, dcopies, grads, window)
         if ring is not None:
             dring = Ring(*(None if x is None else torch.zeros_like(x) for x in ring))  # type: ignore[arg-type]

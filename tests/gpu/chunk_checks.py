@@ -37,8 +37,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "linear": {"rule": "additive", "decay": None},
 }
 # Kernels are compiled per shape and kind, which takes longest: checks share shapes where they can.
-SHAPES = ((1, 1), (7, 5), (16, 36), (33, 12), (64, 64), (60, 100), (128, 256), (256, 128), (256, 256))
-CHANNEL_SHAPES = ((16, 16), (100, 60), (64, 128), (256, 64))
+SHAPES = (
+    *((1, 1), (8, 8), (16, 16), (16, 32), (32, 16), (32, 32), (16, 64), (64, 16)),
+    *((7, 5), (16, 36), (33, 12), (64, 64), (60, 100), (128, 256), (256, 128), (256, 256)),
+)
+CHANNEL_SHAPES = (*SHAPES[:8], (100, 60), (64, 128), (256, 64))
 
 WRITES: dict[str, dict[str, Any]] = {
     "int8": {"state_format": "int8"},
@@ -108,15 +111,20 @@ def _fp16(kind: str) -> list[Row]:
 
 @_each("shape", SHAPES)
 def _shape(shape: tuple[int, int]) -> list[Row]:
-    call = _call(lengths=(90, 0, 64), ratio=3, key_heads=1, key_dim=shape[0], value_dim=shape[1])
-    if shape[0] == 1:  # the gradient of a normalised vector of one channel is nothing but rounding
-        return _held(dataclasses.replace(call, options=call.options | {"qk_l2norm": False}, k=call.k * 0.5))
-    return _held(call.inputs(torch.bfloat16))
+    return _of_shape(shape, "head", 3)
 
 
 @_each("channel shape", CHANNEL_SHAPES)
 def _channel_shape(shape: tuple[int, int]) -> list[Row]:
-    call = _call(lengths=(90, 0, 64), ratio=2, key_heads=1, key_dim=shape[0], value_dim=shape[1], decay="channel")
+    return _of_shape(shape, "channel", 2)
+
+
+def _of_shape(shape: tuple[int, int], decay: str, ratio: int) -> list[Row]:
+    options = {"key_dim": shape[0], "value_dim": shape[1], "decay": decay, "ratio": ratio}
+    call = _call(lengths=(90, 0, 64), key_heads=1, **options)
+    if shape[0] == 1:  # the gradient of a normalised vector of one channel is nothing but rounding
+        call = dataclasses.replace(call, options=call.options | {"qk_l2norm": False}, k=call.k * 0.5)
+        return _held(call)
     return _held(call.inputs(torch.bfloat16))
 
 

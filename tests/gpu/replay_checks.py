@@ -256,12 +256,16 @@ def _changes() -> Iterator[tuple[str, str, Callable[[Call], object]]]:
 
 @_check("strides")
 def _strides() -> list[Row]:
-    call = _call("kda", lengths=(20, 17), fmt="int8")
-    whole = call.both()
-    strided = call.map(lambda x: x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() == 3 else x)
-    wide = call.map(lambda x: torch.stack((x, x), -1)[..., 0])
-    return [(f"{name}: tensors that differ", _differ(other.both(), whole), 0.0) for name, other in
-            (("transposed", strided), ("every second element", wide))]  # fmt: skip
+    """Tokens, heads and channels in any order, or apart, have the same bits."""
+    rows = []
+    for kind, inputs in (("kda", torch.float32), ("gdn", torch.bfloat16)):
+        call = _call(kind, lengths=(20, 17), fmt="int8", inputs=inputs)
+        whole = call.both()
+        strided = call.map(lambda x: x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() == 3 else x)
+        wide = call.map(lambda x: torch.stack((x, x), -1)[..., 0])
+        for name, other in (("transposed", strided), ("every second element", wide)):
+            rows.append((f"{kind} {name}: tensors that differ", _differ(other.both(), whole), 0.0))
+    return rows
 
 
 @_check("graph")

@@ -1,7 +1,8 @@
 """Compiles the kernels that a call would launch, for GPUs that are not here.
 
 `launches` runs a kernel module's host code on CPU tensors with every launch recorded instead of done; `build` compiles
-one as Triton's launcher would have specialised it: pointers aligned, ones folded, multiples of 16 known as such.
+one as Triton's launcher would have specialised it: pointers aligned, ones folded, multiples of 16 known as such;
+`sketch` leaves the machine code out.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 import re
 import subprocess
 import tempfile
@@ -19,12 +21,13 @@ from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, code_generator, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import driver
 
-__all__ = ["TARGETS", "Built", "Launch", "build", "launches"]
+__all__ = ["TARGETS", "Built", "Launch", "build", "launches", "sketch"]
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -98,6 +101,31 @@ class Built:
                 found.append(f"axis {axis} of {layout}: lanes {mine}")
         return found
 
+    def leaking_pairs(self) -> list[str]:
+        """Pairs of 32-bit numbers in a 64-bit register whose lower number may run over into the upper one.
+
+        LLVM makes such pairs of neighbouring integers, here of a thread's rows and columns. Where it needs only the
+        upper one it shifts the lower one out with a wide product (`mul.wide`), whose upper half is not cut off before
+        the other number is joined to it.
+        """
+        made: dict[str, tuple[str, list[str]]] = {}
+        found = []
+        for line in self.text.splitlines():
+            words = re.findall(r"[%\w.{}]+", line.partition("//")[0])
+            if words and words[0].startswith("%p"):  # of a predicate
+                words = words[1:]
+            if len(words) < 3:
+                continue
+            name, target, *operands = words
+            if name == "mov.b64" and target.startswith("{"):
+                joined = made.get(operands[-1], ("", []))
+                parts = [made.get(x, ("", []))[0] for x in joined[1]] if joined[0] == "or.b64" else []
+                if any(part.startswith(("mul.wide", "mad.wide")) for part in parts):
+                    found.append(line.strip())
+            elif target.startswith("%rd"):
+                made[target] = name, operands
+        return found
+
     registers: int | None = None
     stack: int | None = None
     cubin: bytes = field(default=b"", repr=False)
@@ -150,6 +178,9 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launc
         elif isinstance(value, torch.Tensor):
             launch.signature[name] = "*" + _TYPES[value.dtype]
             launch.aligned.append(name)
+        elif hasattr(value, "block_shape"):
+            what = f"{_TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}"
+            launch.signature[name] = f"tensordesc<{what}>"
         elif isinstance(value, float):
             launch.signature[name] = "fp32"
         else:
@@ -159,16 +190,100 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launc
     return launch
 
 
-def build(launch: Launch, target: str) -> Built:
-    """Compiles `launch` for a name in `TARGETS`; raises what Triton raises."""
+class _Functions:
+    """Device functions that a kernel calls, by the names that Triton 3.6 gives them.
+
+    It takes the tensors of all arguments in a row: two tuples of two of one shape each, or of three and of one, are
+    the same to it, and the second call runs what was compiled for the first.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, Any] = {}
+        self.clashes: list[Any] = []
+
+    def note(self, fn: Any, args: Any, kwargs: Any) -> None:
+        given = inspect.getcallargs(fn.fn, *args, **kwargs)
+        tensors, constants = [], []
+        for path, value in _flat(tuple(given[name] for name in fn.arg_names)):
+            if hasattr(value, "handle") and hasattr(value, "type"):
+                tensors.append((path, value.type.mangle()))
+            else:
+                constants.append((path, str(value)))
+        key = fn.__module__, fn.__name__, tuple(kind for _, kind in tensors), tuple(constants)
+        where = [path for path, _ in tensors]
+        if self._seen.setdefault(key, where) != where:
+            self.clashes.append((fn.__name__, self._seen[key], where))
+
+
+def _flat(x: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    if isinstance(x, (tuple, triton.language.tuple)):
+        for i, value in enumerate(x):
+            yield from _flat(value, (*path, i))
+    else:
+        yield path, x
+
+
+@contextlib.contextmanager
+def _functions() -> Iterator[None]:
+    """Fails where a kernel that is compiled inside has two functions of one name."""
+    found, generator = _Functions(), code_generator.CodeGenerator
+    original = generator.call_JitFunction
+
+    def call(self: Any, fn: Any, args: Any, kwargs: Any, caller_context: Any = None) -> Any:
+        found.note(fn, args, kwargs)
+        return original(self, fn, args, kwargs, caller_context)
+
+    generator.call_JitFunction = call
+    try:
+        yield
+    finally:
+        generator.call_JitFunction = original
+    assert not found.clashes, found.clashes
+
+
+def _sound(built: Built) -> Built:
+    """`built`, unless it is known to compute something else than its source says."""
+    assert not (found := built.leaking_pairs()), found
+    return built
+
+
+def _source(launch: Launch) -> Any:
     position = {name: i for i, name in enumerate(launch.kernel.arg_names)}
-    source = (GluonASTSource if launch.kernel.is_gluon() else ASTSource)(
+    return (GluonASTSource if launch.kernel.is_gluon() else ASTSource)(
         fn=launch.kernel,
         signature=launch.signature,
         constexprs={(position[name],): value for name, value in launch.constants.items()},
         attrs={(position[name],): [["tt.divisibility", 16]] for name in launch.aligned},
     )
-    with _running_on(TARGETS[target]):
+
+
+def sketch(launch: Launch, target: str) -> Built:
+    """`build` but for the assembler, which takes most of the time: no registers, no machine code. NVIDIA's only."""
+    source, gpu = _source(launch), TARGETS[target]
+    with _running_on(gpu), _functions():
+        backend = make_backend(gpu)
+        options = backend.parse_options(launch.options | source.parse_options())
+        stages: dict[str, Any] = {}
+        backend.add_stages(stages, options, source.language)
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        functions = backend.get_codegen_implementation(options)
+        module = source.make_ir(gpu, options, functions, backend.get_module_map(), context)
+        metadata, text = {"target": gpu, **options.__dict__}, ""
+        for name, stage in stages.items():
+            module = stage(module, metadata)
+            if name == "ttgir":
+                text = str(module)
+            if name == "ptx":
+                break
+    return _sound(Built(shared=metadata["shared"], layout=_layout(text), text=module, ttgir=text))
+
+
+def build(launch: Launch, target: str) -> Built:
+    """Compiles `launch` for a name in `TARGETS`; raises what Triton raises."""
+    source = _source(launch)
+    with _running_on(TARGETS[target]), _functions():
         compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
     built = Built(
         shared=compiled.metadata.shared, layout=_layout(compiled.asm["ttgir"]), text=compiled.asm.get("ptx", "")
@@ -179,7 +294,7 @@ def build(launch: Launch, target: str) -> Built:
         usage = _tool("cuobjdump", built.cubin, "-res-usage")
         built.registers = int(re.findall(r"REG:(\d+)", usage)[0])
         built.stack = int(re.findall(r"STACK:(\d+)", usage)[0])
-    return built
+    return _sound(built)
 
 
 class _Driver:

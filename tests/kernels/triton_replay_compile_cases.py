@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 from lattn_compile.kernels import replay_run
-from tests.kernels.offline import TARGETS, Built, build, launches
+from tests.kernels.offline import TARGETS, Built, build, launches, sketch
 from tests.kernels.replay_calls import make_call
 
 ALL = "LATTN_COMPILE_ALL" in os.environ
@@ -84,3 +84,23 @@ def test_long_windows_and_wide_keys_compile_without_wgmma(monkeypatch: pytest.Mo
         {"key_dim": 256, "value_dim": 256},
     ):
         _within(_compiled("sm_90", monkeypatch, **options), stack=4096, shared=200 * 1024)  # type: ignore[arg-type]
+
+
+def test_inputs_of_any_strides_run_the_same_kernels() -> None:
+    """Of channels apart, loads have another layout, and sums another order: bits would differ."""
+    for kind, dtype in (("kda", torch.float32), ("gdn", torch.bfloat16)):
+        call = make_call(kind, **MODEL).inputs_in(dtype)
+        wide = call.map(lambda x: torch.stack((x, x), -1)[..., 0])
+        kept, others = ({launch.key() for launch in launches(x.both)} for x in (call, wide))
+        assert kept == others
+
+
+def test_square_tiles_leave_every_product_its_own() -> None:
+    """K as large as a window: operands have one shape, and Triton 3.6 tells them apart by nothing else."""
+    for keys, window in ((16, 16), (32, 32)) if ALL else ((16, 16),):
+        call = make_call("kda", **MODEL | {"key_dim": keys, "value_dim": 16, "window": window}).inputs_in(
+            torch.bfloat16
+        )
+        for launch in launches(call.both):
+            if ALL or launch.name in ("relate", "prepare"):
+                sketch(launch, "sm_90")

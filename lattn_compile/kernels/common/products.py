@@ -109,7 +109,11 @@ def shared(a, G: tl.constexpr):
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """`a @ b` of operands, fp32; the smallest terms first. PRECISION: of fp32 operands, as in `tl.dot`."""
+    """`a @ b` of operands, fp32; the smallest terms first. PRECISION: of fp32 operands, as in `tl.dot`.
+
+    Triton 3.6 names what it has compiled by the tensors of all arguments in a row: in one kernel, operands of one and
+    two parts and of two and one must not have the same shapes. Tests of the compiled kernels look for that.
+    """
     if len(a) == 2 and len(b) == 2:
         out = tl.dot(a[1], b[0])
         out = tl.dot(a[0], b[1], out)
@@ -214,9 +218,13 @@ def summed(which, x, PART: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.c
     elif PART == "fp32":
         return tl.dot(which, x, input_precision=PRECISION)
     else:
-        return product(
-            (which.to(tl.bfloat16 if PART == "bf16" else tl.float16),), operand(x, PART, ASSEMBLY), PRECISION
-        )
+        # Not by `product`: Triton 3.6 takes its one and two parts for two and one, see `product`.
+        one = which.to(tl.bfloat16 if PART == "bf16" else tl.float16)
+        parts = operand(x, PART, ASSEMBLY)
+        if len(parts) == 2:
+            return tl.dot(one, parts[0], tl.dot(one, parts[1]))
+        else:
+            return tl.dot(one, parts[0])
 
 
 @triton.jit
