@@ -1,8 +1,9 @@
 """Fills in the tables of `prefill.md`, beside this file. Run it after changing an inverse, or after new times.
 
-    python docs/write_prefill.py [--times]     residuals of the inverses, which take a minute, and times; or these alone
+    python docs/write_prefill.py [--quick]     all tables; or without those that take a minute: residuals by keys
 
-Times are those of `benchmarks/results/prefill_nvidia_h200.json`.
+Times are those of `benchmarks/results/prefill_nvidia_h200.json`, residuals of trained models those of
+`benchmarks/results/prefill_residuals.json`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from lattn_compile.modes import BlockDoubling, Inverse, Neumann, NewtonSchulz
 PAGE = Path(__file__).resolve().with_name("prefill.md")
 
 RESULTS = PAGE.parents[1] / "benchmarks" / "results" / "prefill_nvidia_h200.json"
+TRAINED = RESULTS.with_name("prefill_residuals.json")
 
 KEYS = ("independent", "cosine 0.5", "cosine 0.9", "repeated")
 BETAS = (0.5, 1.0, 1.9)
@@ -88,15 +90,38 @@ def times() -> str:
     return "\n".join(lines)
 
 
+def trained() -> str:
+    """What each inverse left in the layers of trained models: the share of chunks and heads over the bound, and the
+    largest residual."""
+    found = json.loads(TRAINED.read_text(encoding="utf-8"))
+    cells: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in found["rows"]:
+        cells.setdefault(row["inverse"], {}).setdefault(row["model"], []).append(row)
+    models = list(next(iter(cells.values())))
+    head = [f"{model.upper()}: {what}" for model in models for what in ("over", "largest")]
+    lines = ["| | " + " | ".join(head) + " |", "|---|" + "---:|" * len(head)]
+    for inverse, by_model in cells.items():
+        shown = []
+        for model in models:
+            rows = by_model[model]
+            over, chunks = (sum(row[what] for row in rows) for what in ("over", "chunks"))
+            largest = max((row["largest"] for row in rows), key=lambda x: (x != x, x))
+            share = f"{100 * over / chunks:.3g} %"
+            shown += [f"**{share}**" if over == 0 else share, _short(largest)]
+        lines.append(f"| {inverse} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
 def _filled(text: str, name: str, found: str) -> str:
     return re.sub(rf"(?s)(<!-- {name} -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}\n{found}\n\n{m[2]}", text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--times", action="store_true", help="leave the residuals as they are")
+    parser.add_argument("--quick", action="store_true", help="leave the residuals by keys as they are")
     text = _filled(PAGE.read_text(encoding="utf-8"), "times", times())
-    if not parser.parse_args().times:
+    text = _filled(text, "trained", trained())
+    if not parser.parse_args().quick:
         found = "\n\n".join(f"`beta = {beta:g}`:\n\n{table(beta)}" for beta in BETAS)
         text = _filled(text, "residuals", found)
     PAGE.write_text(text, encoding="utf-8")

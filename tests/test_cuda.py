@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lattn_compile as lc
 import lattn_compile.ops
-from lattn_compile.ops.dispatch import Work, choose
+from lattn_compile.ops.dispatch import Work, choose, choose_prefill
 from lattn_compile.recurrence import KINDS
 from lattn_compile.testing.inputs import make_inputs
 from lattn_compile.testing.oracle import oracle
@@ -210,6 +210,27 @@ def test_auto_takes_the_chunk_kernels_for_what_was_proven(kind: str, dtype: torc
     for mine, theirs in zip(found["auto"], found["reference"], strict=True):
         near = 1e-2 if write["write"] == "chunk" or mine.dtype is torch.bfloat16 or dtype is torch.bfloat16 else 1e-5
         assert (mine - theirs).norm() <= near * theirs.norm() + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_auto_takes_the_prefill_kernels_for_what_was_proven(kind: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    x = make_inputs(kind, lengths=[70, 0, 90], seed=5)
+    found = {}
+    prefill = {"prefill_operands": "kk=int8,qk=int8,kv=int8", "prefill_inverse": "block_doubling(8)"}
+    for implementation in ("auto", "reference"):
+        cuda = [t if t is None else t.cuda() for t in x.tensors()]
+        cuda[:3] = [t if t is None else t.to(dtype) for t in cuda[:3]]
+        leaves = [t.requires_grad_() for t in cuda if t is not None and t.is_floating_point()]
+        options = {**x.options(), **prefill, "implementation": implementation}
+        o, final, *_ = torch.ops.lattn.chunk(*cuda, *(None,) * 3, **options)
+        found[implementation] = [o, final, *torch.autograd.grad(o.float().square().sum() + final.sum(), leaves)]
+    work = Work(torch.device("cuda"), torch.float32, x.q.shape[-1], x.v.shape[-1], None, inputs=dtype)
+    assert choose_prefill("auto", work, lc.Prefill({"kk": "int8", "qk": "int8"})) == "triton"
+    for mine, theirs in zip(found["auto"], found["reference"], strict=True):
+        # A code that falls the other way is a step of 1/127 of its row.
+        assert (mine - theirs).norm() <= 1e-2 * theirs.norm() + 1e-6
 
 
 def test_what_triton_cannot_do_is_the_references_or_refused_with_the_reason() -> None:

@@ -6,9 +6,8 @@ keep the bits that `chunk_math.py` keeps. Per span of chunks:
 
     pairs_of_heads                  A without beta, and what queries have, of rows of q and k
                                     rounded once, under a decay by head                      prefill_heads.py
-    rows, weights                   norms, and sums of gates, under one by channel           prefill_pairs.py
-    pairs_of_channels               A and what queries see of keys                           prefill_pairs.py
-    read_operands                   that and queries as operands                             prefill_reads.py
+    rows, pairs_of_channels         norms; and the same, and decayed keys, under one by
+                                    channel                                                  prefill_pairs.py
     solve                           T, by the policy's inverse, and how far off it is        prefill_solve.py
     state_operands                  W, keys to the chunk's end, and U                        prefill_operands.py
     walk                            the state from chunk to chunk, the only sequence, and O  prefill_walk.py
@@ -18,10 +17,11 @@ and the backward, from the last span to the first, each made again from the stat
     walk_back                       the way back through the state                           prefill_backward.py
     grad_reads, grad_system         of what tokens see of each other, of v and of T          prefill_gradients.py
     grad_keys                       of keys, queries, gates and beta                         prefill_gradients.py
-    grad_channels, grad_gates       what pairs add to them under a decay by channel          prefill_channels.py
+    grad_channels                   what pairs add to them under a decay by channel          prefill_channels.py
     deliver                         sums over heads, and back through the norms              chunk_gradients.py
 
-Launched by prefill_call.py and prefill_call_back.py. Nothing waits for lengths or residuals.
+Launched by prefill_call.py and prefill_call_back.py. Nothing waits for lengths or residuals, which prefill_tally.py
+counts.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def forward(
         for skip in call.skips:
             span = call.prepare(skip)
             if measured is not None and span.residuals is not None:
-                measured(span.residuals.double())
+                measured(span.residuals)
             call.advance(span, source, final, o=o)
             source = final
     return final

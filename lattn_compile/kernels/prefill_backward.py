@@ -30,7 +30,7 @@ def walk_back(
     WS: tl.constexpr, KV: tl.constexpr, AV: tl.constexpr, QP: tl.constexpr,
 ):  # fmt: skip
     """Args:
-        grad_o: `[M, HV, V]`. query, seen: of `prefill_reads.py`; erase, out, whole: of `prefill_operands.py`.
+        grad_o: `[M, HV, V]`. query, seen: of `prefill_pairs.py`; erase, out, whole: of `prefill_operands.py`.
         source: gradients of the states behind the span, fp32 `[N, HV, K, V]`; final of those before it, maybe the same.
         first, count: of `Schedule`.
         cotangents: fp32 `[NB, HV, VP, BK]`, of the state behind each chunk. dnews: fp32 `[NB, HV, VP, BT]`, of V'.
@@ -38,10 +38,9 @@ def walk_back(
     Grid: (VP / BV * HV * N,).
     """
     NV: tl.constexpr = VP // BV
-    EXACT: tl.constexpr = 2 if LOW else 3
-    PP: tl.constexpr = EXACT if AV == "" else 1
-    EP: tl.constexpr = EXACT if WS == "" else 1
-    OP: tl.constexpr = EXACT if KV == "" else 1
+    PP: tl.constexpr = 3 if AV == "" else 1
+    EP: tl.constexpr = 3 if WS == "" else 1
+    OP: tl.constexpr = 3 if KV == "" else 1
     pid = tl.program_id(0)
     i_v, i_head, i_seq = pid % NV, pid // NV % HV, pid // (NV * HV)
     blocks, block = tl.load(count + i_seq), tl.load(first + i_seq)

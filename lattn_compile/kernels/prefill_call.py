@@ -18,8 +18,7 @@ from lattn_compile.kernels.chunk_sizes import shared_memory
 from lattn_compile.kernels.common.launch import launched
 from lattn_compile.kernels.prefill_heads import pairs_of_heads
 from lattn_compile.kernels.prefill_operands import state_operands
-from lattn_compile.kernels.prefill_pairs import pairs_of_channels, rows, weights
-from lattn_compile.kernels.prefill_reads import read_operands
+from lattn_compile.kernels.prefill_pairs import pairs_of_channels, rows
 from lattn_compile.kernels.prefill_solve import solve
 from lattn_compile.kernels.prefill_walk import walk
 from lattn_compile.modes import BlockDoubling, Neumann, NewtonSchulz, Prefill
@@ -27,7 +26,9 @@ from lattn_compile.modes import BlockDoubling, Neumann, NewtonSchulz, Prefill
 __all__ = ["ROWS", "Call", "Kept", "Operand", "Span", "launch", "of", "strides"]
 
 LOW = (torch.bfloat16,)
-"""Inputs beside which the exact operands of a product keep 16 bits, not 24 (`chunk_call.py`)."""
+"""Inputs beside which exact pairs, weights and gradients keep 16 bits, not 24, where all sites round their operands.
+Not beside an exact site: for one repeated key the state is a small sum of large numbers, and 16 bits put it off by
+2e-4."""
 
 PART = torch.bfloat16
 """Of an exact operand."""
@@ -53,6 +54,9 @@ LEAST = 128
 ROWS = 32
 """Of a product in a program of four warps: 64 would be one of Hopper's asynchronous ones, see `chunk.py`."""
 
+PAIR_CHANNELS = 64
+"""At a time, of pairs of the same 16 tokens under a decay by channel."""
+
 COLUMNS = 16
 """Of v in a program of `walk`: two of them share a multiprocessor, and one computes while the other waits."""
 
@@ -62,9 +66,7 @@ SLACK = 1 << 13
 LAUNCH: dict[str, dict[str, int]] = {
     "pairs_of_heads": {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
     "rows": {"num_warps": 4, "num_stages": 1},
-    "pairs_of_channels": {"num_warps": 2, "num_stages": 1},
-    "weights": {"num_warps": 1, "num_stages": 1},
-    "read_operands": {"num_warps": 4, "num_stages": 1},
+    "pairs_of_channels": {"num_warps": 1, "num_stages": 1},
     "solve": {"num_warps": 2, "num_stages": 1},
     "state_operands": {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
     "state_operands of channels": {"num_warps": 4, "num_stages": 1},
@@ -74,8 +76,7 @@ LAUNCH: dict[str, dict[str, int]] = {
     "grad_reads": {"num_warps": 2, "num_stages": 1, "maxnreg": 168},
     "grad_system": {"num_warps": 2, "num_stages": 1},
     "grad_keys": {"num_warps": 2, "num_stages": 1},
-    "grad_channels": {"num_warps": 2, "num_stages": 1},
-    "grad_gates": {"num_warps": 1, "num_stages": 1},
+    "grad_channels": {"num_warps": 1, "num_stages": 1},
     "deliver": {"num_warps": 4, "num_stages": 1},
 }
 """Of each kernel. `walk` loads a chunk's operands while it computes with those before. maxnreg: registers of a thread,
@@ -105,7 +106,8 @@ class Pairs(NamedTuple):
         norms, strengths: of `prefill_pairs.rows`. factors: of `prefill_heads.py`, as is what it rounds: rounded, by
             site, and "q".
         overlaps: A without beta, and reads, fp32 `[NB, HV, BT, BT]`, or None.
-        query, seen: of `prefill_reads.py`. whole: of `prefill_operands.py`. from_start, to_end: of `weights`, or None.
+        query, seen: of `prefill_heads.py` or `prefill_pairs.py`. whole: of `prefill_operands.py`. from_start, to_end,
+            ends, scales (late, read, key): of `prefill_pairs.py`, or None.
     """
 
     norms: Tensor
@@ -119,6 +121,8 @@ class Pairs(NamedTuple):
     whole: Tensor
     from_start: Tensor | None
     to_end: Tensor | None
+    ends: Tensor | None
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +173,16 @@ class Call:
         tokens, self.key_heads, key_dim = q.shape
         self.value_heads, value_dim = v.shape[1:]
         self.sequences, self.scale = starts.shape[0], float(scale)
-        self.low = all(x.dtype in LOW for x in (q, k, v))
-        self.q, self.k, self.v = (x if self.low else x.float() for x in (q, k, v))
+        short = all(x.dtype in LOW for x in (q, k, v))
+        self.q, self.k, self.v = (x if short else x.float() for x in (q, k, v))
         self.g, self.beta = g, beta
         self.starts, self.lengths = starts.contiguous(), lengths.contiguous()
         self.offsets = torch.zeros_like(self.starts)
         self.decay = 0 if g is None else g.dim() - 1
         self.delta, self.norm = rule == "delta", qk_l2norm
         self.formats = {site: prefill.formats.get(site, "") for site in ("kk", "qk", "w", "u", "ws", "qs", "av", "kv")}
+        used = self.formats if self.delta else {site: self.formats[site] for site in ("qk", "qs", "av", "kv")}
+        self.low = short and all(used.values())
         self.method = _method(prefill)
         self.size = CUT.size
         self.keys = max(LEAST, triton.next_power_of_2(key_dim))
@@ -196,7 +202,7 @@ class Call:
         """Of one chunk and head between the kernels."""
         size, keys, width = self.size, self.keys, self.width
         square, long, wide = size * size, size * keys, size * width
-        each = 2 if all(self.formats.values()) else 4 if self.low else 6
+        each = 2 if all(self.formats.values()) else 6
         needs = (8 + 2 * each) * square + 2 * each * long + 4 * wide + (4 * square + 8 * long if self.decay == 2 else 0)
         if not self.wide:
             return needs + each * (square + long)
@@ -213,7 +219,7 @@ class Call:
             parts: of an exact one, where it is not what inputs ask for. heads: if not HV.
         """
         name, heads = self.formats[site], heads or self.value_heads
-        parts = (parts or (2 if self.low else 3)) if not name else 1
+        parts = 1 if name else parts or 3
         dtype = PART if self.wide else CODES.get(name, PART)
         x = self.new(blocks, heads, parts, rows, length, dtype=dtype)
         return Operand(x, self.new(blocks, heads, rows))
@@ -246,7 +252,7 @@ class Call:
         updates = self.new(blocks, heads, self.width, size)
         launched(state_operands)[(programs,)](
             self.k, self.v, *where, pairs.norms, pairs.strengths, pairs.factors, pairs.from_start, pairs.to_end,
-            *of(left.get("w")), *of(left.get("u")), *of(erase), *of(out), whole, updates, skip, *k, *v,
+            pairs.ends, *of(left.get("w")), *of(left.get("u")), *of(erase), *of(out), whole, updates, skip, *k, *v,
             self.key_heads, heads, BV=self.slice, ROWS=ROWS, DECAY=self.decay, DELTA=self.delta, LOW=self.low, W=f["w"],
             U=f["u"], WS=f["ws"], KV=f["kv"], **(self.key | self.value),
             **launch("state_operands" if self.decay < 2 else "state_operands of channels"),
@@ -274,7 +280,7 @@ class Call:
         return pairs
 
     def _pairs_of_channels(self, placed: Schedule, skip: int) -> Pairs:
-        blocks, heads, size, f = placed.blocks, self.value_heads, self.size, self.formats
+        blocks, heads, f = placed.blocks, self.value_heads, self.formats
         where = (self.starts, self.lengths, self.offsets, placed.owner, placed.index)
         q, k, g = self.q.stride(), self.k.stride(), strides(self.g, 3)
         pairs = self._pairs(placed, {"q": None, "kk": None, "qk": None}, None, reads=True)
@@ -282,19 +288,11 @@ class Call:
             self.q, self.k, self.beta, *where, pairs.norms, pairs.strengths, skip, *q, *k, *strides(self.beta, 2),
             self.key_heads, heads, BETA=self.beta is not None, NORM=self.norm, **self.key, **launch("rows"),
         )  # fmt: skip
-        launched(weights)[(blocks * heads * (self.keys // 32),)](
-            self.g, *where, pairs.from_start, pairs.to_end, pairs.whole, skip, *g, heads, BS=32, LOW=self.low,
-            **self.key, **launch("weights"),
-        )  # fmt: skip
-        launched(pairs_of_channels)[(blocks * heads * (size // 16),)](
-            self.q, self.k, self.g, *where, pairs.norms, pairs.overlaps, pairs.reads, skip, *q, *k, *g, self.key_heads,
-            heads, BS=64, DELTA=self.delta, LOW=self.low, KK=f["kk"], QK=f["qk"], **self.key,
-            **launch("pairs_of_channels"),
-        )  # fmt: skip
-        launched(read_operands)[(blocks * heads * (size // ROWS),)](
-            self.q, *where, pairs.norms, pairs.from_start, pairs.reads, *of(pairs.query), *of(pairs.seen), skip, *q,
-            self.key_heads, heads, ROWS=ROWS, LOW=self.low, QS=f["qs"], AV=f["av"], **self.key,
-            **launch("read_operands"),
+        launched(pairs_of_channels)[(blocks * heads,)](
+            self.q, self.k, self.g, *where, pairs.norms, pairs.overlaps, pairs.reads, pairs.from_start, pairs.to_end,
+            pairs.ends, pairs.whole, *of(pairs.query), *of(pairs.seen), *pairs.scales, skip, *q, *k, *g,
+            self.key_heads, heads, BS=PAIR_CHANNELS, DELTA=self.delta, LOW=self.low, KK=f["kk"], QK=f["qk"],
+            QS=f["qs"], AV=f["av"], **self.key, **launch("pairs_of_channels"),
         )  # fmt: skip
         return pairs
 
@@ -306,12 +304,20 @@ class Call:
         square = (blocks, heads, size, size)
         # bf16 queries are exact in one part where a decay stays outside of them.
         parts = 1 if self.decay < 2 and self.q.dtype is torch.bfloat16 else 0
-        query = self.operand("qs", blocks, size, self.keys, parts=parts)
+        query, tiles = self.operand("qs", blocks, size, self.keys, parts=parts), size // 16
+        scales: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+        if self.decay == 2 and self.wide:
+            read = self.new(blocks, heads, tiles, size)
+            key = read if self.formats["kk"] == self.formats["qk"] else self.new(blocks, heads, tiles, size)
+            scales = self.new(blocks, heads, 2, size), read, key
+        start, end, ends = (
+            self.new(blocks, heads, n, self.keys) if self.decay == 2 else None for n in (size, size, 2 * tiles)
+        )
         return Pairs(
             self.new(blocks, self.key_heads, 2, size), self.new(blocks, heads, size), factors, rounded,
             self.new(*square) if self.delta else None, self.new(*square) if reads else None, query,
-            self.operand("av", blocks, size, size), self.new(blocks, heads, self.keys),
-            *(self.new(blocks, heads, size, self.keys) if self.decay == 2 else None for _ in range(2)),
+            self.operand("av", blocks, size, size), self.new(blocks, heads, self.keys), start, end, ends,
+            scales,
         )  # fmt: skip
 
     def advance(

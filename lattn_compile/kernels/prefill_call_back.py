@@ -10,7 +10,7 @@ from lattn_compile.kernels.chunk_gradients import deliver
 from lattn_compile.kernels.common.launch import launched
 from lattn_compile.kernels.prefill_backward import walk_back
 from lattn_compile.kernels.prefill_call import Call, Kept, Operand, Span, launch, of, strides
-from lattn_compile.kernels.prefill_channels import grad_channels, grad_gates
+from lattn_compile.kernels.prefill_channels import grad_channels
 from lattn_compile.kernels.prefill_gradients import grad_keys, grad_reads, grad_system
 
 __all__ = ["BackwardCall"]
@@ -72,10 +72,10 @@ class BackwardCall(Call):
             doverlaps, dsolved = self.new(*reads.shape), self.new(blocks, heads, size, self.keys)
         dv = grads["dv"]
         launched(grad_system)[(programs,)](
-            self.k, self.v, self.g, *where, pairs.norms, pairs.strengths, pairs.factors, pairs.overlaps, span.inverses,
-            *of(span.left.get("w")), *of(span.left.get("u")), kept.states, kept.scales, dnews, dv, dsolved, doverlaps,
-            strengths, gates, skip, *k, *self.v.stride(), *g, *dv.stride(), self.key_heads, heads, BS=_SLICE,
-            DELTA=self.delta, DECAY=self.decay, LOW=self.low, W=f["w"], U=f["u"], WS=f["ws"],
+            self.k, self.v, *where, pairs.norms, pairs.strengths, pairs.factors, pairs.from_start, pairs.overlaps,
+            span.inverses, *of(span.left.get("w")), *of(span.left.get("u")), kept.states, kept.scales, dnews, dv,
+            dsolved, doverlaps, strengths, gates, skip, *k, *self.v.stride(), *dv.stride(), self.key_heads, heads,
+            BS=_SLICE, DELTA=self.delta, DECAY=self.decay, LOW=self.low, W=f["w"], U=f["u"], WS=f["ws"],
             **(self.key | self.value), **launch("grad_system"),
         )  # fmt: skip
         slices = self.keys // _SLICE
@@ -93,13 +93,11 @@ class BackwardCall(Call):
         if self.decay == 2 and dg is not None:
             tiles = size // 16
             between = self.new(blocks, heads, tiles, tiles, self.keys)
-            launched(grad_channels)[(programs * tiles,)](
-                self.q, self.k, self.g, *where, pairs.norms, dreads, doverlaps, dkeys, dgates, between, skip, *q, *k,
-                *g, self.key_heads, heads, BS=_SLICE, DELTA=self.delta, LOW=self.low, KK=f["kk"], QK=f["qk"],
-                **self.key, **launch("grad_channels"),
-            )  # fmt: skip
-            launched(grad_gates)[(programs * tiles,)](
-                *where, dgates, between, dg, skip, *dg.stride(), heads, **self.key, **launch("grad_gates"),
+            launched(grad_channels)[(programs * slices,)](
+                self.q, self.k, self.g, *where, pairs.norms, pairs.to_end, pairs.ends, *pairs.scales, dreads, doverlaps,
+                dkeys, dgates, pairs.from_start, between, dg, skip, *q, *k, *g, *dg.stride(), self.key_heads, heads,
+                BS=_SLICE, DELTA=self.delta, LOW=self.low, KK=f["kk"], QK=f["qk"], **self.key,
+                **launch("grad_channels"),
             )  # fmt: skip
         launched(deliver)[(blocks * self.key_heads,)](
             self.q, self.k, *where, pairs.norms, dkeys, rows, strengths, gates, dq, dk, dg, dbeta, skip, *q, *k,

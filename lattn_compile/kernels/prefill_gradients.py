@@ -18,7 +18,7 @@ import triton.language as tl
 
 from lattn_compile.kernels.chunk_math import (
     block_tokens,
-    gate_exp,
+    exact_operand,
     held,
     load_matrix,
     load_rows,
@@ -27,6 +27,7 @@ from lattn_compile.kernels.chunk_math import (
 )
 from lattn_compile.kernels.prefill_codec import flipped_parts, load_site, site, site_again, site_product
 from lattn_compile.kernels.prefill_heads import head_weights
+from lattn_compile.kernels.prefill_pairs import gate_parts, weight_of
 
 __all__ = ["grad_keys", "grad_reads", "grad_system"]
 
@@ -47,7 +48,7 @@ def grad_reads(
     DECAY: tl.constexpr, LOW: tl.constexpr, AV: tl.constexpr,
 ):  # fmt: skip
     """Args:
-        grad_o: `[M, HV, V]`. factors: of `rows`; reads: of `read_operands`; news: of `walk`.
+        grad_o: `[M, HV, V]`. factors: of `rows`; reads: of the pairs; news: of `walk`.
         dreads: fp32 `[NB, HV, BT, BT]`, of `q_i . k_j`, zero above the diagonal, a decay by head multiplied in.
         gates: fp32 `[NB, HV, 2, BT]`, of g by head: the first half is written.
 
@@ -77,16 +78,16 @@ def grad_reads(
 
 @triton.jit(do_not_specialize=["skip", "H", "HV"])
 def grad_system(
-    k, v, g, starts, lengths, offsets, owner, index, norms, beta, factors, overlaps, inverses, w_left, w_scale, u_left,
-    u_scale, kept, kept_scale, dnews, dv, dsolved, doverlaps, strengths, gates, skip,
-    k_token, k_head, k_channel, v_token, v_head, v_column, g_token, g_head, g_channel, dv_token, dv_head, dv_column,
-    H, HV,
+    k, v, starts, lengths, offsets, owner, index, norms, beta, factors, earlier, overlaps, inverses, w_left, w_scale,
+    u_left, u_scale, kept, kept_scale, dnews, dv, dsolved, doverlaps, strengths, gates, skip,
+    k_token, k_head, k_channel, v_token, v_head, v_column, dv_token, dv_head, dv_column, H, HV,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
     DELTA: tl.constexpr, DECAY: tl.constexpr, LOW: tl.constexpr,
     W: tl.constexpr, U: tl.constexpr, WS: tl.constexpr,
 ):  # fmt: skip
     """Args:
-        norms, beta (its strengths), factors: of `rows`; overlaps, inverses and the left operands: of the forward.
+        norms, beta (its strengths), factors, earlier (from_start), overlaps, inverses and the left operands: of the
+            forward.
         kept, kept_scale: of `walk`. dnews: of `walk_back`.
         dv: `[M, HV, V]`, its sequences' rows written. dsolved: fp32 `[NB, HV, BT, BK]`, of `beta K e^G`.
         doverlaps: fp32 `[NB, HV, BT, BT]`, of `k_i . k_j`, a decay by head multiplied in.
@@ -130,13 +131,13 @@ def grad_system(
                 S = tl.load(kept + (at * VP + column[:, None]) * BK + channel[None, :])
                 s_scale = tl.load(kept_scale + at * (2 * VP) + column)
                 dW -= site_product(operand(dU * s_scale[None, :], LOW), site_again(S, s_scale, 1, WS, LOW))
-            b_k = load_rows(k, token * k_token + i_key * k_head, inside, first, k_channel, K, BS).to(tl.float32)
             if DECAY == 2:
-                b_g = held(load_rows(g, token * g_token + i_head * g_head, inside, first, g_channel, K, BS))
-                from_start = gate_exp(tl.cumsum(b_g, 0), LOW)
+                from_start = tl.load(earlier + (at * BT + slot[:, None]) * BK + channel[None, :]) * strength[:, None]
             else:
-                from_start = tl.load(factors + at * (4 * BT) + 2 * BT + slot)[:, None]
-            known, known_scale = site(b_k * k_norm[:, None] * from_start * strength[:, None], 0, W, LOW)
+                b_k = load_rows(k, token * k_token + i_key * k_head, inside, first, k_channel, K, BS).to(tl.float32)
+                weight = tl.load(factors + at * (4 * BT) + 2 * BT + slot) * (strength * k_norm)
+                from_start = b_k * weight[:, None]
+            known, known_scale = site(from_start, 0, W, LOW)
             dT += site_product(operand(dW * known_scale[None, :], LOW), flipped_parts(known))
             dX = site_product(load_site(w_left, at, flip, BT * BT, WP), operand(dW * t_scale[:, None], LOW))
             tl.store(dsolved + (at * BT + slot[:, None]) * BK + channel[None, :], dX)
@@ -226,12 +227,10 @@ def grad_keys(
     p_rows = rows + (at * SLICES + slice) * (4 * BT) + slot
     dwhole *= tl.load(whole + at * BK + channel)
     if DECAY == 2:
-        p_g = g + i_head * g_head
-        b_g = held(load_rows(p_g, token * g_token, inside, first, g_channel, K, BS))
-        behind, follows = block_tokens(owner, index, starts, lengths, offsets, block, skip, slot + 1, BT, BT, 1)
-        later = held(load_rows(p_g, behind * g_token, follows & (slot < BT - 1), first, g_channel, K, BS))
-        from_start = gate_exp(tl.cumsum(b_g, 0), LOW)
-        to_end = gate_exp(tl.cumsum(later, 0, reverse=True), LOW)
+        b_g = held(load_rows(g, token * g_token + i_head * g_head, inside, first, g_channel, K, BS))
+        gates = gate_parts(b_g, LOW)
+        upto = tl.where(slot[None, :] <= slot[:, None], 1.0, 0.0)
+        from_start, to_end = weight_of(upto, gates, LOW), weight_of(1.0 - upto, gates, LOW)
     else:
         p_factors = factors + at * (4 * BT) + slot
         from_start, to_end = tl.load(p_factors + 2 * BT)[:, None], tl.load(p_factors + 3 * BT)[:, None]
@@ -247,7 +246,9 @@ def grad_keys(
     end = dout * wide_k
     if DECAY == 2:
         # The gates behind a slot's exponent from the start are those up to it, of one to the end those after it.
-        total = tl.cumsum(start, 0, reverse=True) + (tl.cumsum(end, 0) - end) + dwhole[None, :]
+        after = exact_operand(tl.where(slot[None, :] >= slot[:, None], 1.0, 0.0))
+        before = exact_operand(tl.where(slot[None, :] < slot[:, None], 1.0, 0.0))
+        total = product(after, operand(start, False)) + product(before, operand(end, False)) + dwhole[None, :]
         tl.store(dgates + (at * BT + slot[:, None]) * BK + channel[None, :], total)
     else:
         if DECAY == 1:

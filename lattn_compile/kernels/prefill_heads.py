@@ -98,7 +98,7 @@ def pairs_of_heads(
             the same.
         overlaps: fp32 `[NB, HV, BT, BT]`, without beta, zero on and above its diagonal; None unless DELTA.
         reads: fp32 `[NB, HV, BT, BT]`, or None.
-        query, query_scale, seen, seen_scale: as in `prefill_reads.py`.
+        query, query_scale, seen, seen_scale: as in `prefill_pairs.py`.
 
     Grid: (NB * H,).
     """

@@ -40,7 +40,7 @@ def walk(
         erase, erase_scale, out, out_scale, whole, updates: of `prefill_operands.py`.
         source: states fp32 `[N, HV, K, V]`, contiguous; final likewise, and may be the same.
         first, count: of `Schedule`.
-        query, query_scale, seen, seen_scale: of `prefill_reads.py`; o: `[M, HV, V]`, the sequences' rows are written.
+        query, query_scale, seen, seen_scale: of `prefill_pairs.py`; o: `[M, HV, V]`, the sequences' rows are written.
             All None where no outputs are wanted. QP: parts of query.
         kept, news: under KEEP fp32 `[NB, HV, VP, BK]` and `[NB, HV, VP, BT]`, S before each chunk and V'. kept_scale:
             fp32 `[NB, HV, 2, VP]`, the factors of S at ws and at qs.
@@ -50,10 +50,9 @@ def walk(
     """
     NV: tl.constexpr = VP // (16 * G)
     PIECES: tl.constexpr = BK // W
-    EXACT: tl.constexpr = 2 if LOW else 3
-    EP: tl.constexpr = EXACT if WS == "" else 1
-    OP: tl.constexpr = EXACT if KV == "" else 1
-    PP: tl.constexpr = EXACT if AV == "" else 1
+    EP: tl.constexpr = 3 if WS == "" else 1
+    OP: tl.constexpr = 3 if KV == "" else 1
+    PP: tl.constexpr = 3 if AV == "" else 1
     READ: tl.constexpr = o is not None
     SAME: tl.constexpr = WS == QS or not DELTA
     pid = tl.program_id(0)

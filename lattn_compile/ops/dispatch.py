@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from lattn_compile.errors import UnsupportedError
 from lattn_compile.formats.quantizer import Quantizer
@@ -24,6 +25,7 @@ __all__ = [
     "Work",
     "choose",
     "choose_prefill",
+    "count_residuals",
     "load",
     "objection",
     "packed",
@@ -44,12 +46,15 @@ TRITON = {
 }
 PREFILL = "lattn_compile.kernels.prefill"
 """The prefix with rounded operands or an approximate inverse; the reference is the chunk form's."""
+TALLY = "lattn_compile.kernels.prefill_tally"
+"""Counts what that inverse left."""
 
 PACKED = "lattn_compile.kernels.packed"
 """Steps packed rows in place; the reference is `packed/ops.py` itself."""
 
-PROVEN = frozenset({"chunk", "decode", "replay", "packed"})
-"""Triton forms that hold semantics §8 on a GPU: "auto" takes these, "triton" all. "packed" stands for `PACKED`."""
+PROVEN = frozenset({"chunk", "decode", "replay", "packed", "prefill"})
+"""Triton forms that hold semantics §8 on a GPU: "auto" takes these, "triton" all. "packed" and "prefill" stand
+for `PACKED` and `PREFILL`."""
 
 _PROVEN_WINDOW = 16
 _PROVEN_REPLAY_INPUTS = (torch.float32,)
@@ -57,6 +62,9 @@ _PROVEN_REPLAY_INPUTS = (torch.float32,)
 in a window of 16 tokens, where the reference is off by 5e-7."""
 
 _PROVEN_CHUNK_INPUTS = (torch.float32, torch.float16, torch.bfloat16)
+_PROVEN_PREFILL_INPUTS = (torch.float32, torch.bfloat16)
+_PROVEN_PREFILL_CHANNELS = 128
+"""Of K and V, under a decay by channel; there also the delta rule only, with one format at kk and qk."""
 
 _PROVEN_PACKED_INPUTS = (torch.float32, torch.bfloat16)
 _PROVEN_PACKED = frozenset({"", "fp32", "bf16", "fp16", "int8", "fp8_e4m3", "nvfp4"})
@@ -78,7 +86,8 @@ class Work:
     """What a kernel's `supports` is asked about: `dtype` is the arithmetic's, `quantize` None where it is exact.
 
     `factors`, `window`: of the replay form; no other has any. `inputs`: the dtype of q, k and v. `growth`: whether
-    decays may be greater than 1.
+    decays may be greater than 1. `rule`, `by_channel`: the recurrence's, and whether its decay is by channel; a prefill
+    asks for them.
     """
 
     device: torch.device
@@ -90,6 +99,8 @@ class Work:
     window: int = 0
     inputs: torch.dtype = torch.float32
     growth: bool = False
+    rule: str = "delta"
+    by_channel: bool = False
 
 
 @functools.cache
@@ -221,7 +232,7 @@ def choose_prefill(implementation: str, work: Work, wanted: Prefill) -> str:
     """
     if implementation == "reference":
         return "reference"
-    if implementation == "auto" and not ("prefill" in PROVEN and work.device.type == "cuda"):
+    if implementation == "auto" and not _is_proven_prefill(work, wanted):
         return "reference"
     why = prefill_objection(work, wanted)
     if why is None:
@@ -231,7 +242,22 @@ def choose_prefill(implementation: str, work: Work, wanted: Prefill) -> str:
     raise _refused(why)
 
 
+def _is_proven_prefill(work: Work, wanted: Prefill) -> bool:
+    if "prefill" not in PROVEN or work.device.type != "cuda" or torch.version.hip is not None:
+        return False
+    known = work.inputs in _PROVEN_PREFILL_INPUTS
+    if work.by_channel:
+        known = known and work.rule == "delta" and wanted.formats.get("kk") == wanted.formats.get("qk")
+        known = known and max(work.key_dim, work.value_dim) <= _PROVEN_PREFILL_CHANNELS
+    return known
+
+
 def prefill(implementation: str, work: Work, wanted: Prefill) -> ModuleType:
     """The kernels of such a prefix, chosen as `choose_prefill` says."""
     chosen = choose_prefill(implementation, work, wanted)
     return importlib.import_module(PREFILL if chosen == "triton" else REFERENCE["chunk"])
+
+
+def count_residuals(norms: Tensor, bound: float, counts: Tensor, largest: Tensor) -> None:
+    """What `ops.residuals` counts, on a GPU with Triton."""
+    importlib.import_module(TALLY).count_residuals(norms, bound, counts, largest)

@@ -7,6 +7,7 @@ counters are read.
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lattn_compile.errors import LattnWarning
+from lattn_compile.ops import dispatch
 
 __all__ = ["Measured", "inverse_residuals", "record", "reset_inverse_residuals"]
 
@@ -44,6 +46,21 @@ class _Counter:
             self.largest = torch.zeros((), dtype=torch.float64, device=device)
         self.warned = False
 
+    def add(self, norms: Tensor, max_residual: float) -> None:
+        if norms.dtype is torch.float32 and norms.is_cuda:  # as Triton's kernels have them
+            dispatch.count_residuals(norms.contiguous(), _below(max_residual), self.counts, self.largest)
+            return
+        norms = norms.double()
+        over = (norms <= max_residual).logical_not().sum()  # a NaN is over
+        self.counts += torch.stack(((norms < 0).logical_not().sum(), over))
+        self.largest.copy_(torch.maximum(self.largest, norms.max()))
+
+
+def _below(x: float) -> float:
+    """The largest number of float32 that is at most `x`: what is at most the one is at most the other."""
+    found = torch.tensor(x, dtype=torch.float32)
+    return float(found if float(found) <= x else torch.nextafter(found, torch.tensor(-math.inf)))
+
 
 _Key = tuple[int, str, float, torch.device]
 _counters: dict[_Key, _Counter] = {}
@@ -51,15 +68,13 @@ _lock = threading.Lock()
 
 
 def record(site_id: int, inverse: str, max_residual: float, norms: Tensor) -> None:
-    """Count the residuals `norms`, float64 of any shape, of one call; negative ones stand where there was no chunk."""
+    """Count the residuals `norms`, of any shape, of one call; negative ones stand where there was no chunk."""
     key = (site_id, inverse, max_residual, norms.device)
     with _lock:
         counter = _counters.get(key)
         if counter is None:
             counter = _counters[key] = _Counter(norms.device)
-        over = (norms <= max_residual).logical_not().sum()  # a NaN is over
-        counter.counts += torch.stack(((norms < 0).logical_not().sum(), over))
-        counter.largest.copy_(torch.maximum(counter.largest, norms.max()))
+        counter.add(norms, max_residual)
     if norms.device.type == "cpu" and not counter.warned:
         _warn(_read(key, counter), counter)
 

@@ -107,13 +107,26 @@ def _holds(condition: bool) -> bool:
     return guard_or_false(condition)
 
 
+def hint_of(size: Any) -> int | None:
+    """The size that a graph was traced with, None if nobody knows it."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return size.node.hint if size.node.has_hint() else None  # type: ignore[no-any-return]
+
+
+def told(size: Any) -> Any:
+    """A size as an error shows it: as it is now, not the graph's name for it."""
+    known = hint_of(size)
+    return size if known is None else known
+
+
 def _shape(x: Tensor) -> str:
-    return str(list(x.shape))
+    return str([told(n) for n in x.shape])
 
 
 def _check_shape(name: str, x: Tensor, names: str, want: Sequence[int], remedy: str) -> None:
     if x.dim() != len(want) or any(_unequal(a, b) for a, b in zip(x.shape, want, strict=True)):
-        raise ShapeError(name, got=_shape(x), want=f"{names} = {list(want)}", remedy=remedy)
+        raise ShapeError(name, got=_shape(x), want=f"{names} = {[told(n) for n in want]}", remedy=remedy)
 
 
 def check_call(t: Tensors) -> Geometry:
@@ -220,7 +233,7 @@ def _check_packed(cu_seqlens: Tensor, batch: int, q: Tensor) -> int:
     if _unequal(batch, 1):
         raise SequenceError(
             "cu_seqlens",
-            got=f"a batch of {batch} sequences, q of shape {_shape(q)}",
+            got=f"a batch of {told(batch)} sequences, q of shape {_shape(q)}",
             want="B = 1 when cu_seqlens is given",
             remedy="Flatten the batch to [1, B * T, ...] and give the boundaries in cu_seqlens.",
         )
@@ -236,7 +249,7 @@ def _check_per_sequence(name: str, x: Tensor, sequences: int, *, scalar: bool) -
     raise SequenceError(
         name,
         got=f"shape {_shape(x)}",
-        want=f"{'a scalar or ' if scalar else ''}[N] = [{sequences}], one a sequence",
+        want=f"{'a scalar or ' if scalar and name != 'sequence_ids' else ''}[N] = [{told(sequences)}], one a sequence",
         remedy="N is the batch size, or len(cu_seqlens) - 1 for packed sequences.",
     )
 

@@ -55,7 +55,7 @@ def test_operands_have_as_many_parts_in_memory_as_they_are_read_with(decay: str)
     """bf16 queries have one, of which Triton's interpreter has no notion: an assertion of the compiler sees it."""
     call = call_of(Prefill({"kk": "int8"}), **FULL, decay=decay).inputs(torch.bfloat16)
     for launch in launches(lambda: call.backward(prefill)):
-        if launch.name in ("pairs_of_heads", "read_operands", "walk_back"):
+        if launch.name in ("pairs_of_heads", "pairs_of_channels", "walk_back"):
             build(launch, "sm_90")
 
 
@@ -68,12 +68,12 @@ def test_the_backward_compiles_within_its_budgets(decay: str) -> None:
         assert built.scattered_reductions() == [] and (built.stack or 0) <= 1200, (launch.name, built.stack)
 
 
-def test_a_decay_by_channel_keeps_its_pairs_in_registers() -> None:
-    built = _compiled(
-        "sm_90", ALL["fp8_e4m3"], ("pairs_of_channels", "state_operands", "read_operands"), decay="channel"
-    )
-    assert built["pairs_of_channels"].stack == 0
-    assert all((kernel.stack or 0) <= 400 for kernel in built.values()), {n: x.stack for n, x in built.items()}
+def test_a_decay_by_channel_sums_its_gates_by_products() -> None:
+    """Sums along tokens, one after the other, were a third of all instructions. What spills is outside of the loops."""
+    built = _compiled("sm_90", ALL["fp8_e4m3"], ("pairs_of_channels", "state_operands"), decay="channel")
+    assert all((kernel.stack or 0) <= 600 for kernel in built.values()), {n: x.stack for n, x in built.items()}
+    pairs = built["pairs_of_channels"]
+    assert "tt.scan" not in pairs.ttgir and len(pairs.sass) <= 7000, len(pairs.sass)
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t != "sm_90"])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from lattn_compile.errors import UnsupportedError
+from lattn_compile.modes import Prefill
 from lattn_compile.ops import dispatch
-from lattn_compile.ops.dispatch import Work, choose, objection
+from lattn_compile.ops.dispatch import Work, choose, choose_prefill, objection
 
 CUDA = Work(torch.device("cuda"), torch.float32, 64, 64, None)
 
@@ -42,3 +44,25 @@ def test_the_chunk_form_is_taken_for_what_was_proven() -> None:
     for inputs in (torch.float32, torch.float16, torch.bfloat16):
         assert choose("chunk", "auto", dataclasses.replace(CUDA, inputs=inputs)) == "triton"
     assert choose("chunk", "auto", dataclasses.replace(CUDA, device=torch.device("cpu"))) == "reference"
+
+
+def test_a_rounded_prefill_is_taken_for_what_was_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, mixed = Prefill({"kk": "int8", "qk": "int8"}), Prefill({"kk": "int8"})
+
+    def chosen(implementation: str = "auto", wanted: Prefill = mixed, **work: Any) -> str:
+        return choose_prefill(implementation, dataclasses.replace(CUDA, **work), wanted)
+
+    for inputs in (torch.float32, torch.bfloat16):
+        assert chosen(inputs=inputs) == "triton"
+        assert chosen("reference", inputs=inputs) == "reference"
+    assert chosen(inputs=torch.float16) == "reference" and chosen("triton", inputs=torch.float16) == "triton"
+    assert chosen(device=torch.device("cpu")) == "reference" and chosen(growth=True) == "reference"
+    with pytest.raises(UnsupportedError, match="growth"):
+        chosen("triton", growth=True)
+    # Under a decay by channel the delta rule, with one format for pairs of tokens and K and V up to 128.
+    assert chosen(wanted=one, by_channel=True) == "triton" and chosen(rule="additive") == "triton"
+    assert chosen(by_channel=True) == chosen(wanted=one, by_channel=True, rule="additive") == "reference"
+    assert chosen(wanted=one, by_channel=True, value_dim=256) == "reference" and chosen(value_dim=256) == "triton"
+    assert chosen("triton", by_channel=True, key_dim=256) == "triton"
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert chosen() == "reference" and chosen("triton") == "triton"
