@@ -15,9 +15,12 @@ once and lets them measure one after another when all are ready, or when half of
 
 Arms: `eager` (transformers as it is), `compile` and `compile-ro` (plain torch.compile, default and reduce-overhead),
 `ours` and `ours-ro` (this backend, policy exact), `ours-ro-early` (kernels begin before the one in front has ended),
-`ours-triton` (with kernel="triton": also what is not proven on a GPU yet). Of a training step also `torch`
-(transformers' own torch path) and `eager-unguarded`: flash-linear-attention refuses gated backwards on Hopper with
-Triton 3.4 to 3.7.0, where it knows its gradients to be wrong; with that guard off, they tell a time and nothing else.
+`ours-ro-combo` (Inductor's `combo_kernels`: small kernels that do not depend on each other are one),
+`ours-triton` (with kernel="triton": also what is not proven on a GPU yet); and of decode steps `ours-ro-int8` and the
+others of PACKED: reduce-overhead with states that are stored as the policy says (`quantize_cache`). Of a training step
+also `torch` (transformers' own torch path) and `eager-unguarded`: flash-linear-attention refuses gated backwards on
+Hopper with Triton 3.4 to 3.7.0, where it knows its gradients to be wrong; with that guard off, they tell a time and
+nothing else.
 `--lower convolution` lets Inductor launch what is not proven in its module (`lattn_compile/lowering/gpu.py`: PROVEN).
 The floor of a step is the time to read the weights once and to read and write the states once, at the bandwidth of a
 copy that is measured in the same run.
@@ -42,9 +45,19 @@ from typing import IO, Any
 # transformers looks for a package named `kernels` and must not find the script beside this one.
 sys.path[:] = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent]
 
-ARMS = ("eager", "compile", "compile-ro", "ours", "ours-ro", "ours-ro-early")
+ARMS = ("eager", "compile", "compile-ro", "ours", "ours-ro", "ours-ro-early", "ours-ro-combo")
+PACKED = {
+    "ours-ro-int8": "int8",
+    "ours-ro-fp8": "fp8",
+    "ours-ro-nvfp4": "nvfp4 token",
+    "ours-ro-replay": "int8-replay",
+    "ours-ro-two": "fp8-two-precision",
+}
+"""Arms with packed states, and their policies."""
 ROOT = Path(__file__).resolve().parents[1]
 TURNS = "LATTN_BENCHMARK_TURNS"
+WARM = "LATTN_BENCHMARK_WARM"
+"""Where it is set, parts end when they are compiled: whoever measures later finds their code in a cache."""
 
 
 class Sizes:
@@ -54,7 +67,7 @@ class Sizes:
         self.layers, self.hidden, self.mlp, self.vocab = (4, 64, 96, 97) if tiny else (12, 2048, 5120, 32000)
         self.heads, self.value_heads, self.dim = (2, 4, 16) if tiny else (16, 32, 128)
         self.attention, self.head_dim = (4, 16) if tiny else (16, 256)
-        self.batches = (1, 2) if tiny else (1, 8, 64)
+        self.batches = (1, 2) if tiny else (1, 8, 64, 256)
         self.prompt, self.room = 4, 256
         self.prefill, self.train = (40, 24) if tiny else (8192, 4096)
         self.steps, self.rounds = (3, 2) if tiny else (20, 5)
@@ -73,7 +86,7 @@ class Sizes:
 def parts(sizes: Sizes) -> list[str]:
     """Names of all parts, the cheap ones first."""
     names = ["floor"]
-    names += [f"decode/{arm}/{batch}" for batch in sizes.batches for arm in ARMS]
+    names += [f"decode/{arm}/{batch}" for batch in sizes.batches for arm in (*ARMS, *PACKED)]
     names += [f"{what}/{arm}/1" for what in ("prefill", "train") for arm in ("eager", "ours", "ours-triton")]
     return [*names, "train/torch/1", "train/eager-unguarded/1"]
 
@@ -131,12 +144,21 @@ def compiled(model: Any, arm: str, kernel: str) -> Callable[..., Any]:
     import lattn_compile as lc
 
     kernel = "triton" if arm.endswith("-triton") else kernel
-    options: dict[str, Any] = {"policy": lc.Policy(write=lc.Exact(), kernel=kernel)}  # type: ignore[arg-type]
+    exact = lc.Policy(write=lc.Exact(), kernel=kernel)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"policy": packed_policy(arm) if arm in PACKED else exact}
     if fast:
         options["mode"] = "reduce-overhead"
     if arm.endswith("-early"):
         options["triton.enable_pdl"] = True
+    if arm.endswith("-combo"):
+        options["combo_kernels"] = True
     return torch.compile(model, backend="lattn_compile", options=options)
+
+
+def packed_policy(arm: str) -> Any:
+    import lattn_compile as lc
+
+    return lc.Policy(lc.Nvfp4()) if PACKED[arm] == "nvfp4 token" else PACKED[arm]
 
 
 def alone() -> None:
@@ -160,6 +182,8 @@ def synchronize(device: str) -> None:
 @contextlib.contextmanager
 def turn() -> Iterator[None]:
     """Inside, no other part measures. The first time, waits until all parts are ready (`run_together`)."""
+    if WARM in os.environ:
+        raise SystemExit("compiled")
     folder = os.environ.get(TURNS)
     if folder is None:
         yield
@@ -221,6 +245,10 @@ def decode(arm: str, batch: int, sizes: Sizes, device: str, kernel: str) -> dict
     import torch
 
     model = build(sizes, device)
+    if arm in PACKED:
+        from lattn_compile.integrations.transformers import quantize_cache
+
+        quantize_cache(model, packed_policy(arm))
     with torch.no_grad():
         began = time.perf_counter()
         run = Decoding(model, compiled(model, arm, kernel), sizes, batch, device)
@@ -415,24 +443,31 @@ def run_all(args: argparse.Namespace, wanted: list[str]) -> None:
 
 
 def run_together(args: argparse.Namespace, wanted: list[str]) -> None:
-    """All parts at once: they compile side by side and measure one after another."""
-    end = time.monotonic() + args.together
+    """Parts compile side by side, so many at a time, and measure one after another when all are ready."""
+    began = time.monotonic()
+    end, late = began + args.together, began + (args.compiling or args.together / 2)
+    waiting = list(wanted)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         threads = max(1, (os.cpu_count() or 1) // max(1, len(wanted)))
-        environment = {
-            **_environment(args), TURNS: folder, "TORCHINDUCTOR_COMPILE_THREADS": str(threads), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        running = {}
-        for name in wanted:
-            log = (Path(folder) / f"{name.replace('/', '-')}.log").open("w+")
-            running[name] = subprocess.Popen(_command(name, args), env=environment, stdout=log, stderr=log), log
+        more = {TURNS: folder, "TORCHINDUCTOR_COMPILE_THREADS": str(threads), "OMP_NUM_THREADS": "1"}
+        running: dict[str, Any] = {}
         go = Path(folder) / "go"
         quiet = stack.enter_context((args.lock or Path(folder) / "quiet").open("w"))
-        while running and time.monotonic() < end:
-            ready = [(Path(folder) / f"{process.pid}.ready").exists() for process, _ in running.values()]
-            late = time.monotonic() > end - args.together / 2
-            if not go.exists() and (all(ready) or late) and _taken(quiet):
+        while (running or waiting) and time.monotonic() < end:
+            compiling = [
+                x for x, (process, _) in running.items() if not (Path(folder) / f"{process.pid}.ready").exists()
+            ]
+            if not go.exists() and ((not compiling and not waiting) or time.monotonic() > late) and _taken(quiet):
                 go.touch()
+            while waiting and len(compiling) < args.jobs and not go.exists():
+                name = waiting.pop(0)
+                log = (Path(folder) / f"{name.replace('/', '-')}.log").open("w+")
+                environment = {**_environment(args), **more}
+                running[name] = subprocess.Popen(_command(name, args), env=environment, stdout=log, stderr=log), log
+                compiling.append(name)
+            if go.exists() and waiting:
+                print(f"not begun: {', '.join(waiting)}", flush=True)
+                waiting = []
             for name, (process, log) in list(running.items()):
                 if process.poll() is not None:
                     log.seek(0)
@@ -460,16 +495,7 @@ def add_row(file: Path, row: dict[str, Any]) -> None:
 
 def table(rows: dict[str, dict[str, Any]], sizes: Sizes) -> str:
     """Decode steps beside their floor, then the rest."""
-    floors = rows.get("floor", {}).get("floor_ms", {})
-    lines = ["| B | floor ms | " + " | ".join(ARMS) + " |", "|---|" + "---|" * (len(ARMS) + 1)]
-    for batch in sizes.batches:
-        low = floors.get(str(batch))
-        cells = []
-        for arm in ARMS:
-            row = rows.get(f"decode/{arm}/{batch}", {})
-            text = f"{row['ms']:.2f}" if "ms" in row else row.get("refused", "–")[:40]
-            cells.append(text + (f" ({row['ms'] / low:.1f} ×)" if low and "ms" in row else ""))
-        lines.append(f"| {batch} | {'–' if low is None else f'{low:.2f}'} | " + " | ".join(cells) + " |")
+    lines = [*_steps(rows, sizes, ARMS), "", *_steps(rows, sizes, ("ours-ro", *PACKED))]
     for name, row in rows.items():
         if "most" in row or name.startswith(("prefill", "train")):
             said = {k: row[k] for k in ("ms", "kernels", "device_us", "loss", "error", "refused") if k in row}
@@ -478,16 +504,33 @@ def table(rows: dict[str, dict[str, Any]], sizes: Sizes) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _steps(rows: dict[str, dict[str, Any]], sizes: Sizes, arms: tuple[str, ...]) -> Iterator[str]:
+    """Lines of a table."""
+    floors = rows.get("floor", {}).get("floor_ms", {})
+    yield "| B | floor ms | " + " | ".join(arms) + " |"
+    yield "|---|" + "---|" * (len(arms) + 1)
+    for batch in sizes.batches:
+        low = floors.get(str(batch))
+        cells = []
+        for arm in arms:
+            row = rows.get(f"decode/{arm}/{batch}", {})
+            text = f"{row['ms']:.2f}" if "ms" in row else row.get("refused", "–")[:40]
+            cells.append(text + (f" ({row['ms'] / low:.1f} ×)" if low and "ms" in row else ""))
+        yield f"| {batch} | {'–' if low is None else f'{low:.2f}'} | " + " | ".join(cells) + " |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="a file of lines of JSON, one a part")
     parser.add_argument("--part", help="one part, in this process")
-    parser.add_argument("--only", nargs="+", default=[], help="beginnings of names of parts")
+    parser.add_argument("--only", nargs="+", default=[], help="beginnings of names of parts, in that order")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--kernel", default="auto", choices=("auto", "triton", "reference"), help="of the policy")
     parser.add_argument("--lower", nargs="+", default=[], help="take as proven: chunk, convolution, ...")
+    parser.add_argument("--jobs", type=int, default=64, help="with --together: parts that compile at a time")
+    parser.add_argument("--compiling", type=float, help="with --together: of its seconds, at most; half by default")
     parser.add_argument("--budget", type=float, help="seconds for all parts of this call")
     parser.add_argument("--together", type=float, metavar="SECONDS", help="all parts at once, in so many seconds")
     parser.add_argument("--lock", type=Path, help="with --together: measures while it holds this file's lock")
@@ -498,7 +541,8 @@ def main() -> None:
     elif args.part:
         add_row(args.out, run_part(args.part, args))
     else:
-        wanted = [p for p in parts(Sizes(args.tiny)) if not args.only or any(p.startswith(x) for x in args.only)]
+        known = parts(Sizes(args.tiny))
+        wanted = list(dict.fromkeys(p for x in args.only or [""] for p in known if p.startswith(x)))
         wanted = [p for p in wanted if p not in read_rows(args.out)]
         run_together(args, wanted) if args.together else run_all(args, wanted)
 

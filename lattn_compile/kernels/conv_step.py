@@ -13,6 +13,9 @@ head is far less than a matrix product of a library takes to begin; programs of 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,11 +23,29 @@ from torch import Tensor
 from lattn_compile.kernels.common.early import wait_for_before
 from lattn_compile.kernels.common.inputs import exp
 from lattn_compile.kernels.common.launch import launched
+from lattn_compile.kernels.decode_step import sigmoid, softplus
 
-__all__ = ["SOURCES", "convolve", "forward"]
+__all__ = ["SOURCES", "Gates", "convolve", "forward"]
 
 SOURCES = 3
 """Tensors at most that the new inputs lie in, one behind the other."""
+
+
+class Gates(NamedTuple):
+    """What a projection to two numbers a head is made into.
+
+    Attributes:
+        log_rate, bias: `[HV]`. strength: dtype of beta.
+        beta, g: where a head's rows of the projection are: first, from group to group, from head to head in a group,
+            and heads of a group.
+    """
+
+    log_rate: Tensor
+    bias: Tensor
+    strength: torch.dtype
+    beta: tuple[int, int, int, int]
+    g: tuple[int, int, int, int]
+
 
 _BLOCK = 256
 _ROWS = 4
@@ -48,6 +69,10 @@ def convolve(
     x,
     matrix,
     projected,
+    g,
+    beta,
+    log_rate,
+    rate_bias,
     a_token,
     a_group,
     b_token,
@@ -69,6 +94,15 @@ def convolve(
     INPUTS: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     INPUT_BLOCK: tl.constexpr,
+    GATES: tl.constexpr,
+    BETA_AT: tl.constexpr,
+    BETA_GROUP: tl.constexpr,
+    BETA_STEP: tl.constexpr,
+    BETA_RUN: tl.constexpr,
+    G_AT: tl.constexpr,
+    G_GROUP: tl.constexpr,
+    G_STEP: tl.constexpr,
+    G_RUN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """The newest output of every channel, and `past` moved on by one.
@@ -80,6 +114,9 @@ def convolve(
         weight: `[CHANNELS, TAPS]`, contiguous. bias: `[CHANNELS]` or None. out: `[N, CHANNELS]`, contiguous.
         WIDTH: a power of two, at least KEPT.
         x: `[N, INPUTS]`, matrix: `[ROWS, INPUTS]`, projected: `[N, ROWS]`, contiguous, `matrix @ x`; ROWS 0: none.
+        GATES: of ROWS / 2 heads, which the projection is made into instead: beta `[N, heads]`, the sigmoid of rows
+            BETA_AT + head // BETA_RUN * BETA_GROUP + head % BETA_RUN * BETA_STEP, and g `[N, heads]`, fp32,
+            `-exp(log_rate) * softplus(row + rate_bias)` of the others; log_rate, rate_bias: `[heads]`. Else all None.
         EARLY: launched while the kernel before may still run.
 
     Grid: (ceil(CHANNELS / BLOCK) + ceil(ROWS / ROW_BLOCK), N).
@@ -91,17 +128,32 @@ def convolve(
     BLOCKS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
     if ROWS:
         if i_block >= BLOCKS:
-            row = (i_block - BLOCKS) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)
+            number = (i_block - BLOCKS) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)
+            HEADS: tl.constexpr = ROWS // 2
+            head = number % HEADS
+            row = number
+            if GATES:
+                of_beta = BETA_AT + head // BETA_RUN * BETA_GROUP + head % BETA_RUN * BETA_STEP
+                row = tl.where(number < HEADS, of_beta, G_AT + head // G_RUN * G_GROUP + head % G_RUN * G_STEP)
             column = tl.arange(0, INPUT_BLOCK)
             total = tl.zeros([ROW_BLOCK, INPUT_BLOCK], tl.float32)
             for first in range(0, INPUTS, INPUT_BLOCK):
                 mine = first + column < INPUTS
                 b_x = tl.load(x + i_seq * INPUTS + first + column, mask=mine, other=0.0).to(tl.float32)
                 p_matrix = matrix + row[:, None] * INPUTS + (first + column)[None, :]
-                b_matrix = tl.load(p_matrix, mask=(row < ROWS)[:, None] & mine[None, :], other=0.0).to(tl.float32)
+                b_matrix = tl.load(p_matrix, mask=(number < ROWS)[:, None] & mine[None, :], other=0.0).to(tl.float32)
                 total += b_matrix * b_x[None, :]
-            value = tl.sum(total, 1).to(projected.dtype.element_ty)
-            tl.store(projected + i_seq * ROWS + row, value, mask=row < ROWS)
+            value = tl.sum(total, 1).to(x.dtype.element_ty)
+            if GATES:
+                wide = value.to(tl.float32)
+                strength = sigmoid(wide).to(value.dtype).to(beta.dtype.element_ty)
+                tl.store(beta + i_seq * HEADS + head, strength, mask=number < HEADS)
+                decays = (number >= HEADS) & (number < ROWS)
+                rate = exp(tl.load(log_rate + head, mask=decays, other=0.0).to(tl.float32))
+                wide += tl.load(rate_bias + head, mask=decays, other=0.0).to(tl.float32)
+                tl.store(g + i_seq * HEADS + head, -rate * softplus(wide), mask=decays)
+            else:
+                tl.store(projected + i_seq * ROWS + number, value, mask=number < ROWS)
             return
     channel = i_block * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
@@ -142,14 +194,16 @@ def forward(
     *,
     silu: bool,
     beside: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`(out [N, C], past moved on, projected [N, R] or None)`; writes over `past` `[N, C, KEPT]`, contiguous.
+    gates: Gates | None = None,
+) -> tuple[Tensor, ...]:
+    """`(out [N, C], past moved on)`, and behind them projected `[N, R]` or, with `gates`, g and beta `[N, R / 2]`.
+    Writes over `past` `[N, C, KEPT]`, contiguous.
 
     Args:
         new: at most SOURCES of (memory, channels, stride of tokens, stride of groups, channels of a group), which
             together are one input a channel.
         weight: `[C, TAPS]`, contiguous.
-        beside: x `[N, I]` and a matrix `[R, I]`, contiguous, whose product is taken along.
+        beside: x `[N, I]` and a matrix `[R, I]`, contiguous, whose product is taken along. gates: what it is made into.
     """
     sequences, channels, kept = past.shape
     memory: list[Tensor | None] = [x[0] for x in new] + [None] * (SOURCES - len(new))
@@ -158,13 +212,21 @@ def forward(
     out = past.new_empty(sequences, channels)
     x, matrix = (None, None) if beside is None else beside
     rows, inputs = (0, 1) if matrix is None else matrix.shape
-    projected = None if x is None else x.new_empty(sequences, rows)
+    g, beta, projected, log_rate, rate_bias = None, None, None, None, None
+    at_beta, at_g = (0, 0, 0, 1), (0, 0, 0, 1)
+    if gates is not None:
+        log_rate, rate_bias, strength, at_beta, at_g = gates
+        g = x.new_empty(sequences, rows // 2, dtype=torch.float32)
+        beta = x.new_empty(sequences, rows // 2, dtype=strength)
+    elif x is not None:
+        projected = x.new_empty(sequences, rows)
     blocks = triton.cdiv(channels, _BLOCK) + triton.cdiv(rows, _ROWS)
     launched(convolve)[(blocks, sequences)](
-        *memory, past, weight, bias, out, x, matrix, projected, *steps,
+        *memory, past, weight, bias, out, x, matrix, projected, g, beta, log_rate, rate_bias, *steps,
         CHANNELS=channels, A_END=new[0][1], B_END=sum(x[1] for x in new[:2]), A_RUN=runs[0], B_RUN=runs[1],
         C_RUN=runs[2], TAPS=weight.shape[1], KEPT=kept, WIDTH=triton.next_power_of_2(kept), SILU=silu, BLOCK=_BLOCK,
-        ROWS=rows, INPUTS=inputs, ROW_BLOCK=_ROWS, INPUT_BLOCK=min(512, triton.next_power_of_2(inputs)), EARLY=False,
-        num_warps=4, num_stages=1,
+        ROWS=rows, INPUTS=inputs, ROW_BLOCK=_ROWS, INPUT_BLOCK=min(512, triton.next_power_of_2(inputs)),
+        GATES=gates is not None, BETA_AT=at_beta[0], BETA_GROUP=at_beta[1], BETA_STEP=at_beta[2], BETA_RUN=at_beta[3],
+        G_AT=at_g[0], G_GROUP=at_g[1], G_STEP=at_g[2], G_RUN=at_g[3], EARLY=False, num_warps=4, num_stages=1,
     )  # fmt: skip
-    return out, past, projected
+    return (out, past, *(x for x in (projected, g, beta) if x is not None))

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lattn_compile.formats.quantizer import Quantizer
-from lattn_compile.kernels.common.early import wait_for_before
+from lattn_compile.kernels.common.early import fetch, wait_for_before
 from lattn_compile.kernels.common.inputs import exp, rstd
 from lattn_compile.kernels.common.launch import launched
 from lattn_compile.kernels.common.pieces import (
@@ -139,11 +139,17 @@ def step(
 
     Grid: (column blocks * HV * N,).
     """
-    if EARLY:
-        wait_for_before()
     i = tl.program_id(0)
     BLOCKS: tl.constexpr = (V + WARPS * COLUMNS - 1) // (WARPS * COLUMNS)
     i_block, i_head, i_seq = i % BLOCKS, (i // BLOCKS) % value_heads, (i // (BLOCKS * value_heads)).to(tl.int64)
+    if EARLY:
+        # The program's columns of the state, as far as the second-level cache.
+        p_ahead = source + (i_seq * value_heads + i_head) * (K * V) + i_block * (WARPS * COLUMNS)
+        row = tl.arange(0, BK)
+        line = tl.arange(0, (WARPS * COLUMNS + 31) // 32) * 32
+        inside = (row < K)[:, None] & (i_block * (WARPS * COLUMNS) + line < V)[None, :]
+        fetch(p_ahead + tl.where(inside, row[:, None] * V + line[None, :], 0))
+        wait_for_before()
     i_key = i_head // (value_heads // key_heads)
     RUN: tl.constexpr = PIECES * STEP
     MASK_K: tl.constexpr = LANES * RUN != K

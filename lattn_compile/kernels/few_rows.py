@@ -3,7 +3,7 @@
 A library's product cuts so small a result into tiles of columns and of the sum, and adds up the latter in a second
 kernel. Here a program has few columns of the result and all of their sum, of which each warp adds up a part: enough
 programs to keep every unit reading, and one launch. Two matrices of one input may be taken together, `silu` of the one
-times the other: then neither is written.
+times the other: then neither is written. Or up to three, each with a result of its own.
 """
 
 # Triton's language, not Python: no annotations but constants, conditions on constants stand alone.
@@ -20,9 +20,19 @@ from lattn_compile.kernels.common.early import fetch, wait_for_before
 from lattn_compile.kernels.common.inputs import exp
 from lattn_compile.kernels.common.launch import launched
 
-__all__ = ["MOST_ROWS", "forward", "multiply", "supports"]
+__all__ = ["COLUMNS", "MOST_MATRICES", "MOST_ROWS", "forward", "multiply", "supports"]
 
-MOST_ROWS = 16
+MOST_ROWS, MOST_MATRICES = 16, 3
+
+COLUMNS = 16
+"""Of a program."""
+
+_LINE = tl.constexpr(64)
+"""Numbers in a line of a cache."""
+
+AHEAD_BYTES = 3 << 20
+"""Of weights that are sent for before the kernel in front has ended: what memory brings in the meantime, and what stays
+in a cache that others read through."""
 
 _FEW, _MANY = 4096, 8192
 """Columns up to which a multiprocessor has about one program of 16, and beyond which a library is as good for more
@@ -34,14 +44,19 @@ def multiply(
     x,
     first,
     second,
+    third,
     out,
+    out_second,
+    out_third,
     x_row,
     rows,
     N: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
     K: tl.constexpr,
     PAIR: tl.constexpr,
     PARTS: tl.constexpr,
-    LINES: tl.constexpr,
+    AHEAD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -52,25 +67,45 @@ def multiply(
     Args:
         x: `[rows, K]`, x_row apart, columns neighbours. first, second: `[N, K]`, contiguous. out: `[rows, N]`,
             contiguous. PARTS * BLOCK_K divides K.
-        ROWS, LINES: powers of two, at least `rows` and K / 64, lines of a cache in a row of weights.
-        EARLY: launched while the kernel before may still run: weights are on their way while it does.
+        FIRST, SECOND: without PAIR, where of all N columns, one matrix's behind the other's, those of `second` and of
+            `third` begin, multiples of BLOCK_N; out_second, out_third: their results, as contiguous. None, where there
+            are no such columns.
+        ROWS: a power of two, at least `rows`.
+        EARLY: launched while the kernel before may still run: of every part of a row of weights the first AHEAD lines
+            of a cache, a power of two or none, are on their way while it does.
 
     Grid: (ceil(N / BLOCK_N),).
     """
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.program_id(0) * BLOCK_N
+    matrix, result = first, out
+    own, width = begin, N
+    if not PAIR:
+        if second is not None:
+            width = tl.where(begin >= FIRST, SECOND - FIRST, FIRST)
+            own = tl.where(begin >= FIRST, begin - FIRST, own)
+            matrix = tl.where(begin >= FIRST, second, matrix)
+            result = tl.where(begin >= FIRST, out_second, result)
+        if third is not None:
+            width = tl.where(begin >= SECOND, N - SECOND, width)
+            own = tl.where(begin >= SECOND, begin - SECOND, own)
+            matrix = tl.where(begin >= SECOND, third, matrix)
+            result = tl.where(begin >= SECOND, out_third, result)
+    column = begin + tl.arange(0, BLOCK_N)
+    in_matrix = own + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
     if EARLY:
-        line = tl.arange(0, LINES) * 64
-        ahead = (column < N)[:, None] & (line < K)[None, :]
-        place = column[:, None].to(tl.int64) * K + line[None, :]
-        fetch(first + tl.where(ahead, place, 0))
-        if PAIR:
-            fetch(second + tl.where(ahead, place, 0))
+        if AHEAD:
+            line = tl.arange(0, PARTS * AHEAD)
+            line = line // AHEAD * (K // PARTS) + line % AHEAD * _LINE
+            place = tl.where(column < N, in_matrix, 0)[:, None].to(tl.int64) * K + line[None, :]
+            fetch(matrix + place)
+            if PAIR:
+                fetch(second + place)
         wait_for_before()
     # Axes: parts of the sum, rows or columns, neighbours of the sum.
     k = tl.arange(0, PARTS)[:, None, None] * (K // PARTS) + tl.arange(0, BLOCK_K)[None, None, :]
     p_x = x + row[None, :, None] * x_row + k
-    p_first = first + column[None, :, None].to(tl.int64) * K + k
+    p_first = matrix + in_matrix[None, :, None].to(tl.int64) * K + k
     is_row = (row < rows)[None, :, None]
     is_column = (column < N)[None, :, None]
     total = tl.zeros([PARTS, BLOCK_N, ROWS], tl.float32)
@@ -87,7 +122,7 @@ def multiply(
         gate = value.to(tl.float32)
         value = tl.div_rn(gate, 1.0 + exp(-gate)).to(out.dtype.element_ty)
         value = value * tl.sum(other, 0).to(out.dtype.element_ty)
-    p_out = out + row[None, :] * N + column[:, None]
+    p_out = result + row[None, :] * width + in_matrix[:, None]
     tl.store(p_out, value, mask=(row < rows)[None, :] & (column < N)[:, None])
 
 
@@ -106,19 +141,38 @@ def tile(rows: int, columns: int, pair: bool) -> dict[str, int]:
         parts, block_k, warps, stages = 2, 128, 2, 5
     else:
         parts, block_k, warps, stages = 4, 64, 4, 6
-    sizes = {"PARTS": parts, "ROWS": max(8, triton.next_power_of_2(rows)), "BLOCK_N": 16, "BLOCK_K": block_k}
+    sizes = {"PARTS": parts, "ROWS": max(8, triton.next_power_of_2(rows)), "BLOCK_N": COLUMNS, "BLOCK_K": block_k}
     return sizes | {"num_warps": warps, "num_stages": stages}
 
 
-def forward(x: Tensor, first: Tensor, second: Tensor | None = None) -> Tensor:
-    """`x @ first.T`, or `silu(x @ first.T) * (x @ second.T)`: `[rows, N]` of x `[rows, K]`, first and second `[N, K]`,
-    contiguous, bf16; sums in fp32, each product and `silu` rounded to bf16, as the operations apart have them."""
+def _ahead(columns: int, depth: int, parts: int, pair: bool) -> int:
+    """Lines of each part of a row of weights that come to `AHEAD_BYTES`, a power of two, or none."""
+    lines = AHEAD_BYTES // (128 * columns * (1 + pair) * parts)
+    return 0 if lines == 0 else min(1 << (lines.bit_length() - 1), 1 << ((depth // parts // 64).bit_length() - 1))
+
+
+def forward(x: Tensor, *matrices: Tensor, pair: bool = False) -> tuple[Tensor, ...]:
+    """`x @ matrix.T` of each of up to three matrices; with `pair` one result, `silu(x @ first.T) * (x @ second.T)`.
+
+    Args:
+        x: `[rows, K]`. matrices: `[N, K]`, contiguous, bf16; of a pair of one size, else of multiples of COLUMNS rows
+            but the last.
+
+    Returns:
+        `[rows, N]` each. Sums in fp32, each product and `silu` rounded to bf16, as the operations apart have them.
+    """
     x = x if x.stride(1) == 1 else x.contiguous()
-    (rows, depth), columns = x.shape, first.shape[0]
-    out = x.new_empty(rows, columns)
-    chosen = tile(rows, columns, second is not None)
+    rows, depth = x.shape
+    widths = [matrix.shape[0] for matrix in matrices][: 1 if pair else MOST_MATRICES]
+    columns = sum(widths)
+    results = tuple(x.new_empty(rows, width) for width in widths)
+    chosen = tile(rows, columns, pair)
     launched(multiply)[(triton.cdiv(columns, chosen["BLOCK_N"]),)](
-        x, first, second, out, x.stride(0), rows, N=columns, K=depth, PAIR=second is not None,
-        LINES=triton.next_power_of_2(depth // 64), EARLY=False, **chosen,
+        x, *_three(matrices), *_three(results), x.stride(0), rows, N=columns, FIRST=widths[0], SECOND=sum(widths[:2]),
+        K=depth, PAIR=pair, AHEAD=_ahead(columns, depth, chosen["PARTS"], pair), EARLY=False, **chosen,
     )  # fmt: skip
-    return out
+    return results
+
+
+def _three(given: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    return (*given, None, None)[:3]

@@ -13,8 +13,9 @@ from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from lattn_compile.errors import LattnError
-from lattn_compile.lowering._torch_private import _inner, _translator
+from lattn_compile import phase
+from lattn_compile.errors import LattnError, RewriteError
+from lattn_compile.lowering._torch_private import _inner, _translator, as_also, options_of
 
 __all__ = ["Frame", "Values", "at_reset", "current_frame", "ends_in_a_break", "guard_lookup", "watch_frames"]
 
@@ -61,10 +62,13 @@ def current_frame() -> Frame | None:
 def watch_frames(backend: object, done: Callable[[Frame], None]) -> None:
     """From now on `done` is told of every frame whose backend is `backend`, when Dynamo is done with it.
 
+    What is wrong with a phase reaches the user from there as it is, and nothing is kept of the frame: a graph that
+    broke for it, or code that runs uncompiled since, would outlive the mistake.
+
     (`torch._dynamo.convert_frame.ConvertFrameAssert`, of which every call of torch.compile has one)
     """
     from torch._dynamo.convert_frame import ConvertFrameAssert
-    from torch._dynamo.exc import Unsupported, UserError
+    from torch._dynamo.exc import BackendCompilerFailed, UncapturedHigherOrderOpError, Unsupported, UserError
     from torch._dynamo.utils import counters
 
     plain = ConvertFrameAssert.__call__
@@ -78,10 +82,17 @@ def watch_frames(backend: object, done: Callable[[Frame], None]) -> None:
         _local.frame = mine
         try:
             return plain(self, frame, *args, **kwargs)
-        except (Unsupported, UserError) as error:
+        except (Unsupported, UserError, UncapturedHigherOrderOpError, BackendCompilerFailed) as error:
+            if (mistake := _mistake_of_phase(error)) is not None:
+                # One of the few that no setting of Dynamo's turns into a fallback.
+                raise as_also(mistake, UncapturedHigherOrderOpError) from None
+            if not isinstance(error, (Unsupported, UserError)):
+                raise
             # Under fullgraph=True, and where it is ours, the user gets to see it.
             if not getattr(self, "_one_graph", False) and not isinstance(error, LattnError):
                 mine.skipped = _in_short(str(error)) or type(error).__name__
+                if _LIMIT in mine.skipped:
+                    _beyond_the_limit(self, mine)
             raise
         finally:
             _local.frame = outer
@@ -90,6 +101,43 @@ def watch_frames(backend: object, done: Callable[[Frame], None]) -> None:
             done(mine)
 
     ConvertFrameAssert.__call__ = watched  # type: ignore[method-assign]
+
+
+_LIMIT = "recompile limit exceeded"
+
+
+def _beyond_the_limit(convert: Any, frame: Frame) -> None:
+    """Dynamo compiles this code no more, for whoever asks, and does not even tell: the last time to say so.
+
+    Raises:
+        RewriteError: under the option `strict`.
+    """
+    from torch._dynamo.exc import UncapturedHigherOrderOpError
+
+    remedy = (
+        "Raise torch._dynamo.config.recompile_limit before it is compiled, or call torch.compiler.reset() before a "
+        "model is compiled with another policy."
+    )
+    fn = getattr(convert, "_torchdynamo_orig_backend", None) or getattr(convert, "_torchdynamo_orig_callable", None)
+    if ((options_of(fn) or {}).get("options") or {}).get("strict") is True:
+        frame.skipped = None
+        error = RewriteError(
+            "options['strict']",
+            got=f"{frame.name}, which would run uncompiled: Dynamo's {_LIMIT}",
+            want="every site rewritten as asked",
+            remedy=remedy,
+        )
+        raise as_also(error, UncapturedHigherOrderOpError) from None
+    frame.skipped = f"{frame.skipped}. So does every later call of it, whatever compiles it. {remedy}"
+
+
+def _mistake_of_phase(error: BaseException | None) -> LattnError | None:
+    """What was wrong with a phase, where that is why Dynamo or the backend failed, however it was wrapped since."""
+    for _ in range(8):
+        if isinstance(error, LattnError) and error.argument in phase.NAMES:
+            return error
+        error = getattr(error, "inner_exception", None) or getattr(error, "__cause__", None)
+    return None
 
 
 def _in_short(why: str) -> str:

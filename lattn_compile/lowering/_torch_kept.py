@@ -8,14 +8,13 @@ known to stay where they are. Private interfaces of torch, tested on torch 2.11 
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from lattn_compile.lowering._torch_private import _translator
+from lattn_compile.mutation import written_by
 
 __all__ = ["fix_address", "fix_written_attributes", "kept_outputs", "records"]
 
@@ -92,7 +91,7 @@ def fix_written_attributes(graph: fx.Graph) -> list[fx.Node]:
             inputs[x.untyped_storage()._cdata] = node
     written: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        for target in _written(node):
+        for target in written_by(node) or ():
             x = target.meta.get("example_value")
             if isinstance(x, Tensor) and (place := inputs.get(x.untyped_storage()._cdata)) is not None:
                 written[place] = None
@@ -112,29 +111,3 @@ def _is_attribute(node: fx.Node) -> bool:
             return False
         source = getattr(source, "base", None)
     return known
-
-
-def _written(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes whose memory `node` writes to."""
-    if node.op not in ("call_function", "call_method"):
-        return
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        overload = node.target if isinstance(node.target, torch._ops.OpOverload) else node.target.default
-        arguments = overload._schema.arguments
-        given = [*zip(arguments, node.args, strict=False)]
-        given += [(a, node.kwargs[a.name]) for a in arguments if a.name in node.kwargs]
-        for argument, value in given:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield from _nodes(value)
-    elif node.target is operator.setitem or (name.endswith("_") and not name.startswith("__")):
-        yield from _nodes(node.args[:1])
-    yield from _nodes(node.kwargs.get("out"))
-
-
-def _nodes(value: Any) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, list | tuple):
-        for x in value:
-            yield from _nodes(x)

@@ -17,6 +17,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from lattn_compile import phase
 from lattn_compile.errors import LattnError
 
 BACKEND = "lattn_compile"
@@ -70,10 +71,12 @@ def compiling_options() -> dict[str, Any] | None:
     Dynamo wraps the backend in layers (debug wrapper, `_TorchCompileWrapper`); the name shows through all of them.
     """
     tx = _translator()
-    if tx is None:
-        return None
+    return None if tx is None else options_of(tx.output.compiler_fn)
+
+
+def options_of(fn: Any) -> dict[str, Any] | None:
+    """Keyword arguments of the `lattn_compile` backend below the layers around it, None if it is another's."""
     layers: list[Any] = []
-    fn: Any = tx.output.compiler_fn
     while fn is not None and len(layers) < 8:
         layers.append(fn)
         fn = _inner(fn)
@@ -109,17 +112,27 @@ def _inner(fn: Any) -> Any | None:
 def as_unsupported(error: LattnError) -> LattnError:
     """`error` in the shape that Dynamo does not wrap: also its own `Unsupported`.
 
-    Under fullgraph=True that reaches the user unchanged; otherwise the graph breaks here and the eager call raises.
+    Under fullgraph=True that reaches the user unchanged; otherwise the graph breaks here and the eager call raises. Not
+    where a phase is wrong, of which an eager library call knows nothing: then the frame is given up at once, and
+    `_torch_frames` raises.
     """
     if _translator() is None:
         return error
     from torch._dynamo.exc import Unsupported
 
-    kind = type(error)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    passing: Any = type(kind.__name__, (kind, Unsupported), names)
+    return as_also(error, Unsupported, **({"skip_frame": _ALWAYS} if error.argument in phase.NAMES else {}))
+
+
+_ALWAYS = property(lambda self: True, lambda self, value: None)  # Dynamo takes it back from callee to caller
+
+
+def as_also(error: LattnError, kind: type[Exception], **attributes: Any) -> LattnError:
+    """`error` as an instance of `kind`, one of Dynamo's exceptions, too, of a class with these attributes."""
+    own = type(error)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    passing: Any = type(own.__name__, (own, kind), names | attributes)
     raised = passing.__new__(passing)
-    raised.__dict__.update(Unsupported(str(error)).__dict__, **error.__dict__)
+    raised.__dict__.update(kind(str(error)).__dict__, **error.__dict__)
     raised.args = (str(error),)
     return raised  # type: ignore[no-any-return]
 

@@ -10,7 +10,8 @@ One token of `lattn::decode` is a kernel of its own (`kernels/decode_step.py`), 
 it, so that a cache that is written in the graph is written by the kernel and never copied. What stands around it is
 taken into it behind all passes (`post_grad`, `gpu_fold.py`).
 
-What stays a call of the op: sizes that are not known when the graph is compiled (the batch of a decode step may be),
+What stays a call of the op: the chunk form of bf16 inputs, where Triton has Gluon; sizes that are not known when the
+graph is compiled (the batch of a decode step may be),
 long training runs of the token loop, whose backward is hundreds of launches and whose encoded checkpoints a kernel
 writes through two views of one buffer, and everything that the reference computes.
 """
@@ -136,7 +137,7 @@ def chunk(*tensors: Any, **options: Any) -> Any:
     t = Tensors(*tensors)
     if not _is_triton("chunk", t, *chunk_op.ChunkOptions(**options).checked(t)):
         return NotImplemented
-    return traced(_own, torch.ops.lattn.chunk.default, *_neighbours(tensors, 0), **options)
+    return _chunk_form(torch.ops.lattn.chunk.default, tensors, 0, options)
 
 
 def chunk_backward(*args: Any, **options: Any) -> Any:
@@ -144,7 +145,18 @@ def chunk_backward(*args: Any, **options: Any) -> Any:
     t = Tensors(*args[2 : 2 + _TENSORS])
     if not _is_triton("chunk", t, *chunk_op.ChunkOptions(**options).checked(t)):
         return NotImplemented
-    return traced(_own, torch.ops.lattn.chunk_backward.default, *_neighbours(args, 2), **options)
+    return _chunk_form(torch.ops.lattn.chunk_backward.default, args, 2, options)
+
+
+def _chunk_form(op: Any, args: tuple[Any, ...], first: int, options: dict[str, Any]) -> Any:
+    """The launches of a call whose q, k and v begin at `first`, or, where they are bf16, a call of the op: its loops
+    over blocks are in Gluon there, which Inductor cannot write, and faster."""
+    from lattn_compile.kernels import chunk_fine
+
+    given = _neighbours(args, first)
+    if given[first].dtype is not torch.bfloat16 or not chunk_fine.is_spread(given[first].device):
+        return traced(_own, op, *given, **options)
+    return NotImplemented if all(x is y for x, y in zip(args, given, strict=True)) else op(*given, **options)
 
 
 def _neighbours(args: tuple[Any, ...], first: int) -> list[Any]:
@@ -214,6 +226,7 @@ def post_grad(graph: torch.fx.Graph) -> None:
         fold_sequences(graph)
     if _steps(graph):
         gpu_fold.fold_gates(graph)
+        gpu_fold.fold_repeats(graph)
         if "convolution" in PROVEN:
             gpu_fold.fold_convolutions(graph, projections="projection" in PROVEN)
         if "products" in PROVEN:
@@ -227,9 +240,12 @@ def post_grad(graph: torch.fx.Graph) -> None:
 
 
 def _steps(graph: torch.fx.Graph) -> bool:
-    """Whether it launches one token of a recurrence."""
+    """Whether it launches one token of a recurrence, or calls the op that does."""
     from lattn_compile.lowering import _torch_triton as private
+    from lattn_compile.lowering.gpu_fold import packed_steps
 
+    if packed_steps(graph):
+        return True
     if not private.launches(graph):
         return False
     from lattn_compile.kernels import decode_step

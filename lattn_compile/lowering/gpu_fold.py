@@ -9,6 +9,10 @@ operation left beside its kernel is a launch of its own. Taken are, where the gr
   inputs with the new one, the convolution, `silu`, and the write of the last inputs back to where they were cached;
 * beside that convolution, the product with weights that only those gates are read from.
 
+A step of a packed state is a call of an op (`packed/ops.py`), which gates cannot be taken into as they lie. There they
+are made where the product is, beside the convolution; and queries and keys that the model repeated for its value heads
+are read from where they were repeated.
+
 Operands are read where a projection left them: splits, reshapes and copies in between move nothing. Whatever is
 anything else stays as it is.
 """
@@ -22,9 +26,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from lattn_compile.lowering import _torch_in_place as in_place
 from lattn_compile.lowering import _torch_triton as private
 
-__all__ = ["Placed", "erase", "fold_convolutions", "fold_gates", "origin", "placed", "silu", "sources", "transposed"]
+__all__ = [
+    "Placed",
+    "erase",
+    "fold_convolutions",
+    "fold_gates",
+    "fold_repeats",
+    "origin",
+    "packed_steps",
+    "placed",
+    "silu",
+    "sources",
+    "transposed",
+]
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 
@@ -138,6 +155,47 @@ def _pairs(node: Any, target: Any) -> Iterator[tuple[Any, Any]]:
         yield b, a
 
 
+def packed_steps(graph: fx.Graph) -> list[tuple[fx.Node, dict[str, Any]]]:
+    """Steps of one token of packed states by Triton kernels, and what they are given."""
+    ops = (torch.ops.lattn.decode_device_.default, torch.ops.lattn.replay_device_.default)
+    ragged = ("cu_seqlens", "sequence_lengths", "state_indices")
+    found = []
+    for node, given in in_place.calls(graph, ops):
+        if _value(given["q"]).shape[1] == 1 and all(given[name] is None for name in ragged):  # type: ignore[union-attr]
+            found.append((node, given))
+    return found
+
+
+def fold_repeats(graph: fx.Graph) -> int:
+    """Gives packed steps of `graph` queries and keys from where they were repeated; returns how many steps."""
+    found = 0
+    for node, given in packed_steps(graph):
+        old = [given["q"], given["k"]]
+        q, k = (_unrepeated(x) for x in old)
+        if q is not None and k is not None:
+            in_place.change(node, q=q, k=k)
+            erase(graph, old)
+            found += 1
+    return found
+
+
+def _unrepeated(node: Any) -> fx.Node | None:
+    """Of heads `[B, 1, H, D]` that are every R-th of `[B, 1, H * R, D]`, which are those each R times: those."""
+    if not _is(node, _aten.slice.Tensor) or len(node.args) != 5 or node.args[1] not in (2, -2) or node.args[2] != 0:
+        return None
+    value, wide, spread = _value(node), _value(node.args[0]), origin(node.args[0])
+    if value is None or wide is None or not _is(spread, _aten.expand.default):
+        return None
+    once: Any = spread.args[0]
+    once = once.args[0] if _is(once, _aten.unsqueeze.default) and once.args[1] in (3, -2) else None
+    given, repeats = _value(once), node.args[4]
+    if given is None or given.shape != value.shape or node.args[3] < wide.shape[2]:
+        return None
+    batch, tokens, heads, dim = given.shape
+    same = tuple(_value(spread).shape) == (batch, tokens, heads, repeats, dim)  # type: ignore[union-attr]
+    return once if same and tuple(wide.shape) == (batch, tokens, heads * repeats, dim) else None
+
+
 def fold_gates(graph: fx.Graph) -> int:
     """Takes gates into the decode steps of `graph`; returns how many."""
     from lattn_compile.kernels import decode_step
@@ -243,6 +301,18 @@ _MOST_ROWS, _MOST_SEQUENCES = 128, 256
 """Of a projection that is taken along: a library's product reads the weights once for all sequences, we do for each."""
 
 
+class _Beside(NamedTuple):
+    """A product that a convolution takes along, and what is made of it there: g and beta of a step, or nothing."""
+
+    product: fx.Node
+    g: fx.Node | None = None
+    beta: fx.Node | None = None
+    log_rate: fx.Node | None = None
+    bias: fx.Node | None = None
+    at_g: tuple[int, int, int, int] = (0, 0, 0, 1)
+    at_beta: tuple[int, int, int, int] = (0, 0, 0, 1)
+
+
 def fold_convolutions(graph: fx.Graph, *, projections: bool) -> int:
     """Puts one kernel in the place of each step of a short convolution in `graph`; returns how many.
 
@@ -259,7 +329,7 @@ def fold_convolutions(graph: fx.Graph, *, projections: bool) -> int:
     return found
 
 
-def _projection(c: _Convolution) -> fx.Node | None:
+def _projection(c: _Convolution) -> _Beside | None:
     """The small product that nothing but decode steps reads, of the same input as the product that the convolution's
     inputs come from."""
     from lattn_compile.kernels import decode_step
@@ -269,6 +339,7 @@ def _projection(c: _Convolution) -> fx.Node | None:
         return None
     source = origin(product.args[0])
     steps = {node for node, _ in private.launches(product.graph, decode_step.step)}
+    packed = packed_steps(product.graph)
     for node in product.graph.find_nodes(op="call_function", target=_aten.mm.default):
         x, weights = node.args
         if node is product or not isinstance(x, fx.Node) or origin(x) is not source:
@@ -278,9 +349,56 @@ def _projection(c: _Convolution) -> fx.Node | None:
             continue
         sequences, rows = value.shape
         fits = isinstance(sequences, int) and sequences <= _MOST_SEQUENCES and rows <= _MOST_ROWS
-        if fits and transposed(weights) is not None and _readers(node) <= steps:
-            return node
+        if not fits or transposed(weights) is None:
+            continue
+        if _readers(node) <= steps:
+            return _Beside(node)
+        for _, arguments in packed:
+            if (made := _gates_of(node, arguments["g"], arguments["beta"])) is not None:
+                return made
     return None
+
+
+def _gates_of(product: fx.Node, g: Any, beta: Any) -> _Beside | None:
+    """How g and beta, which alone are made of `product`, are made of it."""
+    sequences, rows = product.meta["val"].shape
+    if not isinstance(g, fx.Node) or not isinstance(beta, fx.Node) or rows % 2:
+        return None
+    if any(tuple(_value(x).shape) != (sequences, 1, rows // 2) for x in (g, beta)):  # type: ignore[union-attr]
+        return None
+    strength, decay = _sigmoid_of(beta, sequences, rows // 2), _mamba(g, sequences, rows // 2)
+    if strength is None or decay is None or _value(g).dtype is not torch.float32:  # type: ignore[union-attr]
+        return None
+    log_rate, a, bias = decay
+    places = [_rows_of(at, product) for at in (a, strength)]
+    own = {g, beta, *_made_of(g), *_made_of(beta)}
+    if None in places or not _read_within(product, own, {g, beta}):
+        return None
+    return _Beside(product, g, beta, log_rate, bias, *places)  # type: ignore[arg-type]
+
+
+def _rows_of(at: Placed, product: fx.Node) -> tuple[int, int, int, int] | None:
+    """Which rows of weights the numbers come from, if they lie in what `product` wrote: the first, group, step, run."""
+    node = at.node
+    while node is not product:
+        parent = node.all_input_nodes[0] if node.target in _VIEWS or _is(node, operator.getitem) else None
+        if parent is None:
+            return None
+        above = _value(parent)
+        # A view of what lies in one piece is none that was copied.
+        if node.target in _SAME_ORDER and (above is None or not above.is_contiguous()):
+            return None
+        node = parent
+    value, (sequences, rows) = _value(at.node), product.meta["val"].shape
+    if value is None or not product.meta["val"].is_contiguous() or not isinstance(value.storage_offset(), int):
+        return None
+    inside = sequences == 1 or at.row == rows
+    return (int(value.storage_offset()), at.group, at.step, at.run) if inside else None
+
+
+def _read_within(node: fx.Node, own: set[fx.Node], ends: set[fx.Node]) -> bool:
+    """Whether whatever is made of `node` is in `own`, up to `ends`."""
+    return all(user in own and (user in ends or _read_within(user, own, ends)) for user in node.users)
 
 
 def transposed(node: Any) -> fx.Node | None:
@@ -428,12 +546,13 @@ def _is_turned(node: fx.Node) -> bool:
     return _is(node, _aten.permute.default) and node.args[1] == [0, 2, 1]
 
 
-def _replace(graph: fx.Graph, c: _Convolution, product: fx.Node | None) -> None:
+def _replace(graph: fx.Graph, c: _Convolution, taken: _Beside | None) -> None:
     from lattn_compile.kernels import conv_step
 
     nodes = [at.node for at, _ in c.new]
     rest = [c.past, c.weight, *([] if c.bias is None else [c.bias])]
-    beside: list[Any] = [] if product is None else [product.args[0], transposed(product.args[1])]
+    beside: list[Any] = [] if taken is None else [taken.product.args[0], transposed(taken.product.args[1])]
+    gated: list[Any] = [] if taken is None or taken.g is None else [taken.log_rate, taken.bias]
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         given = iter(tensors)
@@ -441,14 +560,18 @@ def _replace(graph: fx.Graph, c: _Convolution, product: fx.Node | None) -> None:
         past, weight, bias = next(given), next(given), None if c.bias is None else next(given)
         weight = weight.view(past.shape[1], -1)
         x = (next(given), next(given)) if beside else None
-        out, moved, projected = conv_step.forward(new, past, weight, bias, silu=c.silu, beside=x)
-        return (out.unsqueeze(-1), moved) if projected is None else (out.unsqueeze(-1), moved, projected)
+        gates = None
+        if taken is not None and gated:
+            dtype = taken.beta.meta["val"].dtype  # type: ignore[union-attr]
+            gates = conv_step.Gates(next(given), next(given), dtype, taken.at_beta, taken.at_g)
+        out, moved, *more = conv_step.forward(new, past, weight, bias, silu=c.silu, beside=x, gates=gates)
+        return (out.unsqueeze(-1), moved, *(y.unsqueeze(1) if gated else y for y in more))
 
-    out, moved, *projected = private.inserted(graph, c.joined, call, [*nodes, *rest, *beside])
+    out, moved, *more = private.inserted(graph, c.joined, call, [*nodes, *rest, *beside, *gated])
     old = [user for user in c.kept.users if _is(user, _aten.copy.default) and user.args == (c.past, c.kept)]
     replaced = [(c.output, out), *((x, moved) for x in (*old, c.kept))]
-    if product is not None:
-        replaced.append((product, projected[0]))
+    if taken is not None:
+        replaced += zip((taken.g, taken.beta) if gated else (taken.product,), more, strict=True)  # type: ignore[arg-type]
     for node, new in replaced:
         node.replace_all_uses_with(new)
     erase(graph, [node for node, _ in replaced])

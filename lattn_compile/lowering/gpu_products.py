@@ -1,10 +1,13 @@
 """The products with weights of a decode step on a GPU: kernels for a few rows (`kernels/few_rows.py`).
 
 A pass over a graph of a decode step that is about to be lowered: of its products with parameters, those of few rows are
-launches of a kernel made for them, and two of one input, the one through `silu` times the other, are one.
+launches of a kernel made for them, and two of one input, the one through `silu` times the other, are one; so are up to
+three of one input.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, fx
@@ -27,12 +30,52 @@ def fold_products(graph: fx.Graph) -> int:
         other, result = gated
         _replace(graph, result, [node.args[0], _weights(node), _weights(other)])  # type: ignore[list-item]
         found += 1
-    gone = set(products) - set(graph.find_nodes(op="call_function", target=_aten.mm.default))
+    left = set(graph.find_nodes(op="call_function", target=_aten.mm.default))
+    by_input: dict[tuple[fx.Node, int], list[fx.Node]] = {}  # what is seen in two shapes is two inputs
     for node in products:
-        if node not in gone:
-            _replace(graph, node, [node.args[0], _weights(node)])  # type: ignore[list-item]
-            found += 1
+        if node in left:
+            of: fx.Node = node.args[0]  # type: ignore[assignment]
+            by_input.setdefault((origin(of), of.meta["val"].shape[0]), []).append(node)
+    for together in by_input.values():
+        for group in _groups(together):
+            _replace_all(graph, group)
+            found += len(group)
     return found
+
+
+def _groups(products: list[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Products that are one launch: up to three, of which all but the last end where a program's columns do."""
+    from lattn_compile.kernels import few_rows
+
+    group: list[fx.Node] = []
+    for node in products:
+        columns = sum(x.meta["val"].shape[1] for x in group)
+        wide = not few_rows.supports(*_sizes(node, columns))
+        if group and (len(group) == few_rows.MOST_MATRICES or columns % few_rows.COLUMNS or wide):
+            yield group
+            group = []
+        group.append(node)
+    yield group
+
+
+def _sizes(node: fx.Node, more: int = 0) -> tuple[int, int, int, torch.dtype]:
+    """Rows, columns, depth and dtype of a product."""
+    x = node.args[0].meta["val"]  # type: ignore[union-attr]
+    return x.shape[0], node.meta["val"].shape[1] + more, x.shape[1], x.dtype
+
+
+def _replace_all(graph: fx.Graph, products: list[fx.Node]) -> None:
+    """Puts one launch in the place of products of one input."""
+    from lattn_compile.kernels import few_rows
+
+    if len(products) == 1:
+        _replace(graph, products[0], [products[0].args[0], _weights(products[0])])  # type: ignore[list-item]
+        return
+    first = products[0]
+    results = private.inserted(graph, first, few_rows.forward, [first.args[0], *map(_weights, products)])  # type: ignore[list-item]
+    for node, result in zip(products, results, strict=True):
+        node.replace_all_uses_with(result)
+    erase(graph, list(products))
 
 
 def _weights(node: fx.Node) -> fx.Node | None:
@@ -85,7 +128,7 @@ def _replace(graph: fx.Graph, node: fx.Node, nodes: list[fx.Node]) -> None:
     shape = tuple(node.meta["val"].shape)
 
     def call(*tensors: Tensor) -> Tensor:
-        o = few_rows.forward(*tensors)
+        (o,) = few_rows.forward(*tensors, pair=len(tensors) > 2)
         return o if o.shape == shape else o.view(shape)
 
     node.replace_all_uses_with(private.inserted(graph, node, call, nodes))

@@ -44,6 +44,7 @@ def save_states(states: Mapping[str, QuantizedState], path: str | os.PathLike[st
             "policy": state.policy.to_dict(),
             "site_id": state.site_id,
             "rule": state.rule,
+            "repeats": state.repeats,
             "heads": None if state.heads is None else list(state.heads),
             "tensors": list(held),
         }
@@ -74,6 +75,7 @@ def load_states(path: str | os.PathLike[str], device: torch.device | str = "cpu"
     for name, one in about["states"].items():
         state = QuantizedState(Policy.from_dict(one["policy"]), site_id=one["site_id"])
         state.rule, state.heads = one["rule"], None if one["heads"] is None else Heads(*one["heads"])
+        state.repeats = one.get("repeats", 1)
         missing = [key for key in one["tensors"] if f"{name}/{key}" not in tensors]
         if missing:
             raise _no_states(file, f"without {name}/{missing[0]}")

@@ -354,8 +354,12 @@ def _check_values(x: _Step, geometry: Geometry, call: Call, padding_slot: int) -
         cursor = rows.read(x.cursor, -1)
     t = Tensors(x.q, x.k, x.v, x.g, x.beta, None, x.cu_seqlens, None, x.sequence_lengths, cursor, x.position)
     check_lengths(t, geometry, cursor_end=call.window or 1)
-    segments = split(geometry.batch, geometry.tokens, x.cu_seqlens, None, x.sequence_lengths, x.q.device)
-    check_gates(x.g, lambda: segments.rows(geometry.flat_tokens))
+
+    def counted() -> Tensor:  # asked for by gates on a CPU: on a device every tensor made here is a kernel of each step
+        segments = split(geometry.batch, geometry.tokens, x.cu_seqlens, None, x.sequence_lengths, x.q.device)
+        return segments.rows(geometry.flat_tokens)
+
+    check_gates(x.g, counted)
 
 
 def _step(*arguments: Any, **options: Any) -> Tensor:

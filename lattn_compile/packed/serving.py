@@ -74,7 +74,7 @@ def serve(call: Recurrence, *, name: str, rule: str, form: str) -> tuple[Tensor,
             want="none: prefill and decode are told apart by the cache",
             remedy="Leave the phase before generating.",
         )
-    inputs = (call.q, call.k, call.v, call.g, call.beta)
+    inputs = (*state.once(call.q, call.k, call.v), call.v, call.g, call.beta)
     scale = call.k.shape[-1] ** -0.5 if call.scale is None else call.scale
     if form == "recurrent" or state.verifies:
         step = state.verify if state.verifies else state.step

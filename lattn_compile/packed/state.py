@@ -19,6 +19,7 @@ from lattn_compile.packed.layout import Heads, compute_dtype, heads_of
 from lattn_compile.packed.rows import Rows, check_rows
 from lattn_compile.packed.step import is_one_step
 from lattn_compile.packed.stored import StoredState, no_gradient
+from lattn_compile.policy import as_policy
 from lattn_compile.site_policy import Policy
 from lattn_compile.state import as_bytes, from_bytes, nbytes
 
@@ -49,7 +50,7 @@ class QuantizedState(StoredState):
         state.accept(2)                                  # the first two were right
 
     Args:
-        policy: `Token`, `Replay`, `TwoPrecision` or `Exact`; its `storage` says nothing here.
+        policy: `Token`, `Replay`, `TwoPrecision` or `Exact`, or a preset's name; its `storage` says nothing here.
         site_id: key of the site's stochastic rounding.
 
     Attributes:
@@ -59,15 +60,17 @@ class QuantizedState(StoredState):
         position, sequence_ids: int64 `[slots]`; where the rounding is stochastic, else None.
         heads, rule: of the recurrence, known from the first step on.
         verifies: set by a cache whose next calls of several tokens are drafts.
+        repeats: set by a cache whose model repeats each key head for its value heads before it calls: how often.
         draft: what was verified and not accepted yet.
 
     Raises:
-        PolicyError: a `Chunk` policy. UnsupportedError: a part of the policy that is not built.
+        PolicyError: no policy, or a `Chunk` policy. UnsupportedError: a part of the policy that is not built.
     """
 
-    def __init__(self, policy: Policy, *, site_id: int = 0, call: Call | None = None) -> None:
-        super().__init__(policy, site_id=site_id, call=call)
+    def __init__(self, policy: Policy | str, *, site_id: int = 0, call: Call | None = None) -> None:
+        super().__init__(as_policy(policy, "policy"), site_id=site_id, call=call)
         self.verifies = False
+        self.repeats = 1
         self.draft: Draft | None = None
 
     @property
@@ -78,8 +81,14 @@ class QuantizedState(StoredState):
 
     def like(self, held: dict[str, Tensor]) -> QuantizedState:
         other = super().like(held)
-        other.verifies = self.verifies
+        other.verifies, other.repeats = self.verifies, self.repeats
         return other
+
+    def once(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k without what the model repeated."""
+        if self.repeats == 1 or q.shape[2] != v.shape[2]:
+            return q, k
+        return q[:, :, :: self.repeats], k[:, :, :: self.repeats]
 
     def step(
         self,
@@ -405,13 +414,13 @@ def _flatten(state: QuantizedState) -> tuple[list[Tensor], tuple[Any, ...]]:
     if state.draft is not None:
         raise StateError("state", got="drafts that wait", want="accept() first", remedy="accept(0) drops them all.")
     held = state.held()
-    return list(held.values()), (tuple(held), state.policy, state.site_id, state.heads, state.rule)
+    return list(held.values()), (tuple(held), state.policy, state.site_id, state.heads, state.rule, state.repeats)
 
 
 def _unflatten(children: Any, context: tuple[Any, ...]) -> QuantizedState:
-    keys, policy, site_id, heads, rule = context
+    keys, policy, site_id, heads, rule, repeats = context
     state = QuantizedState(policy, site_id=site_id)
-    state.heads, state.rule = heads, rule
+    state.heads, state.rule, state.repeats = heads, rule, repeats
     return state.like(dict(zip(keys, children, strict=True)))
 
 
@@ -421,13 +430,14 @@ def _flatten_with_keys(state: QuantizedState) -> tuple[list[tuple[Any, Any]], tu
 
 
 def _dump(context: tuple[Any, ...]) -> list[Any]:
-    keys, policy, site_id, heads, rule = context
-    return [list(keys), policy.to_dict(), site_id, None if heads is None else list(heads), rule]
+    keys, policy, site_id, heads, rule, repeats = context
+    return [list(keys), policy.to_dict(), site_id, None if heads is None else list(heads), rule, repeats]
 
 
 def _undump(context: list[Any]) -> tuple[Any, ...]:
-    keys, policy, site_id, heads, rule = context
-    return (tuple(keys), Policy.from_dict(policy), site_id, None if heads is None else Heads(*heads), rule)
+    keys, policy, site_id, heads, rule, *more = context
+    repeats = more[0] if more else 1  # written before there was such a number
+    return (tuple(keys), Policy.from_dict(policy), site_id, None if heads is None else Heads(*heads), rule, repeats)
 
 
 pytree.register_pytree_node(

@@ -21,5 +21,16 @@ def test_a_product(rows: int, columns: int, depth: int, pair: bool, monkeypatch:
     products = [x.double() @ w.double().T for w in weights]
     want = silu(products[0]) * products[1] if pair else products[0]
     for given in (x, x.T.contiguous().T):
-        got = few_rows.forward(given, *weights)
+        (got,) = few_rows.forward(given, *weights, pair=pair)
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_products_of_one_input_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Tensor.new_empty
+    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: made(*a, **k).fill_(torch.nan))
+    rng = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(3, 512, generator=rng), [torch.randn(n, 512, generator=rng) for n in (48, 16, 21)]
+    for count in (2, 3):
+        for got, weight in zip(few_rows.forward(x, *weights[:count]), weights[:count], strict=True):
+            want = x.double() @ weight.double().T
+            assert (got - want).abs().max() <= 1e-5 * want.abs().max()

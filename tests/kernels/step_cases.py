@@ -116,10 +116,39 @@ def test_a_step_of_a_convolution(parts: int, taps: int, kept: int, silu: bool, d
     beside = None
     if parts > 1:  # five rows are a whole program's and part of another's
         beside = torch.randn(2, 700, generator=rng).to(dtype), torch.randn(5, 700, generator=rng).to(dtype)
-    out, moved, projected = conv_step.forward(given, past.clone(), weight, bias, silu=silu, beside=beside)
+    out, moved, *more = conv_step.forward(given, past.clone(), weight, bias, silu=silu, beside=beside)
     assert torch.equal(moved, joined[..., 1:])
-    assert (projected is None) == (beside is None)
+    assert len(more) == (beside is not None)
     if beside is not None:
         x, matrix = (y.double() for y in beside)
-        torch.testing.assert_close(projected, (x @ matrix.T).to(dtype), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(more[0], (x @ matrix.T).to(dtype), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(out, want, rtol=1e-5 if dtype is torch.float32 else 2**-9, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("beta", "g"), [((0, 6, 1, 3), (3, 6, 1, 3)), ((6, 0, 1, 6), (0, 0, 1, 6)), ((1, 0, 2, 6), (0, 0, 2, 6))]
+)
+def test_gates_of_a_projection_beside_a_convolution(
+    dtype: torch.dtype, beta: tuple[int, ...], g: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of six heads: in two groups, in one half of the rows each, and one by one."""
+    made = Tensor.new_empty
+    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: made(*a, **k).fill_(torch.nan))
+    rng = torch.Generator().manual_seed(0)
+    x, matrix = (torch.randn(*n, generator=rng).to(dtype) for n in ((2, 700), (12, 700)))
+    past, weight = torch.randn(2, 32, 4, generator=rng).to(dtype), torch.randn(32, 4, generator=rng).to(dtype)
+    rate, bias = (torch.randn(6, generator=rng).to(dtype) for _ in range(2))
+    new = [(torch.randn(2, 32, generator=rng).to(dtype), 32, 32, 0, 32)]
+    gates = conv_step.Gates(rate, bias, torch.float32, beta, g)
+    out, moved, log_decay, strength = conv_step.forward(
+        new, past.clone(), weight, None, silu=True, beside=(x, matrix), gates=gates
+    )
+    rows = (x.double() @ matrix.double().T).to(dtype)
+    heads = range(6)
+    b, a = (rows[:, [at + i // run * group + i % run * step for i in heads]] for at, group, step, run in (beta, g))
+    near = 1e-5 if dtype is torch.float32 else 2**-8
+    torch.testing.assert_close(strength, b.sigmoid().float(), rtol=near, atol=near)
+    want = -rate.float().exp() * torch.nn.functional.softplus(a.float() + bias.float())
+    torch.testing.assert_close(log_decay, want, rtol=near, atol=near)
+    assert out.isfinite().all() and torch.equal(moved[..., -1], new[0][0])

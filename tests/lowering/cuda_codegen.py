@@ -207,9 +207,13 @@ class Written:
 
 
 def kernels_in(module: str) -> list[Written]:
-    pattern = r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str"
+    """The kernels of a module, as it would read them: every one is code."""
     found = []
-    for name, text in re.findall(pattern, module, re.DOTALL | re.MULTILINE):
-        source = ast.literal_eval(f"'''{text}'''")  # as the module has it: an escape is one character there
+    for node in ast.walk(ast.parse(module)):
+        if not isinstance(node, ast.Assign) or not ast.unparse(node.value).startswith("async_compile.triton("):
+            continue
+        assert isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call)
+        name, source = node.targets[0].id, ast.literal_eval(node.value.args[1])
+        compile(source, name, "exec")
         found.append(Written(name, source, re.findall(rf"^ +{name}\.run\((.*)\)$", module, re.MULTILINE)))
     return found

@@ -23,6 +23,8 @@ from lattn_compile.kernels.decode_forward import advance
 from lattn_compile.lowering import gpu
 from lattn_compile.lowering._torch_triton import is_function, literal, self_contained
 from lattn_compile.lowering.gpu_attention import say_causal
+from lattn_compile.packed.layout import Heads
+from lattn_compile.packed.state import QuantizedState
 from tests.kernels.offline import build
 from tests.lowering.cuda_codegen import fake_cuda, generated, kernels_in
 
@@ -135,6 +137,48 @@ def test_a_short_convolution_moves_its_inputs_on_where_they_lie_and_takes_a_prod
     )
     assert "'SILU': True" in convolve.source
     assert build(convolve.launch(), "sm_90").stack == 0
+
+
+@pytest.mark.parametrize("window", [None, 8], ids=["token", "replay"])
+def test_a_step_of_a_packed_state_has_its_gates_made_beside_the_convolution(window: int | None) -> None:
+    """One kernel in front of the op: convolution, product and gates. Keys repeated for value heads are read once."""
+    new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    channels = (2 * HEADS + VALUE_HEADS) * DIM
+    x, matrix, small = (torch.empty(n, 512, **new) for n in (BATCH, HEADS * 4 * DIM, 2 * VALUE_HEADS))
+    past, weight = torch.empty(BATCH, channels, 4, **new), torch.empty(channels, 1, 4, **new)
+    rate, bias = (torch.empty(VALUE_HEADS, **new) for _ in range(2))
+    policy = lc.Policy(lc.Int8(), write=lc.Token() if window is None else lc.Replay(window))
+    state = QuantizedState(policy)
+    state.repeats = VALUE_HEADS // HEADS
+    state.allocate(Heads(HEADS, VALUE_HEADS, DIM, DIM, "head", True), BATCH, device="cuda")
+
+    def layer(
+        x: Tensor, matrix: Tensor, small: Tensor, past: Tensor, weight: Tensor, rate: Tensor, bias: Tensor
+    ) -> Tensor:
+        both = torch.nn.functional.linear(x, small).view(BATCH, 1, HEADS, -1)
+        b, a = (y.reshape(BATCH, 1, VALUE_HEADS) for y in both.chunk(2, -1))
+        projected = torch.nn.functional.linear(x, matrix).view(BATCH, 1, HEADS, -1)
+        parts = [x.reshape(BATCH, 1, -1) for x in projected.split([DIM, DIM, 2 * DIM], -1)]
+        joined = torch.cat([past, torch.cat(parts, -1).transpose(1, 2)], -1)
+        past.copy_(joined[..., -4:])
+        mixed = torch.nn.functional.conv1d(joined, weight, groups=channels)[..., -1:]
+        mixed = torch.nn.functional.silu(mixed).transpose(1, 2)
+        sizes = [HEADS * DIM, HEADS * DIM, VALUE_HEADS * DIM]
+        q, k, v = (y.unflatten(-1, (-1, DIM)) for y in mixed.split(sizes, -1))
+        q, k = state.once(*(y.repeat_interleave(VALUE_HEADS // HEADS, dim=2) for y in (q, k)), v)
+        g = -rate.float().exp() * torch.nn.functional.softplus(a.float() + bias)
+        return state.step(q, k, v, g, b.sigmoid(), use_qk_l2norm_in_kernel=True)
+
+    (code,) = generated(layer, x, matrix, small, past, weight, rate, bias, shape_padding=False)
+    (call,) = re.findall(rf"torch.ops.lattn.{'replay' if window else 'decode'}_device_.default\((.*)\)", code)
+    assert call.count(f"({BATCH}, 1, {HEADS}, {DIM})") == 2
+    ours, others = ([k for k in kernels_in(code) if k.is_ours is own] for own in (True, False))
+    assert [k.name.rstrip("_0123456789") for k in ours] == ["multiply", "convolve"]
+    assert not others and "extern_kernels" not in code.partition("def call(")[2]
+    convolve = ours[1]
+    assert "'GATES': True" in convolve.source
+    built = build(convolve.launch(), "sm_90")
+    assert built.stack == 0
 
 
 def test_a_sequence_is_convolved_as_its_projection_lies() -> None:
@@ -304,6 +348,22 @@ def test_products_of_few_rows_are_kernels_and_a_gated_pair_is_one() -> None:
         assert build(product.launch(), "sm_90").stack == 0
 
 
+def test_products_of_one_input_in_two_shapes_are_two_launches() -> None:
+    """All channels of a token by one matrix, and each head's by another."""
+
+    def call(x: Tensor, state: Tensor, qkv: Tensor, mixed: Tensor) -> Any:
+        q, k, v = (y.unflatten(-1, (4, 128)) for y in torch.nn.functional.linear(x, qkv).chunk(3, -1))
+        o, new = torch.ops.lattn.decode(q, k, v, None, None, state, *[None] * 4, scale=1.0)[:2]
+        state.copy_(new)
+        return o, torch.nn.functional.linear(x.view(-1, 512), mixed)
+
+    new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    x, qkv, mixed = (torch.empty(*shape, **new) for shape in ((1, 1, 1024), (1536, 1024), (512, 512)))
+    (code,) = generated(call, x, torch.empty(1, 4, 128, 128, device="cuda"), qkv, mixed, shape_padding=False)
+    products = [k for k in kernels_in(code) if k.name.startswith("multiply")]
+    assert sum(len(k.launches) for k in products) == 2
+
+
 def test_kernels_that_begin_early_wait_before_they_read() -> None:
     (code,) = generated(_gated, *_of_gated(8, 512, 1024), **{"triton.enable_pdl": True})
     kernels = kernels_in(code)
@@ -315,7 +375,8 @@ def test_kernels_that_begin_early_wait_before_they_read() -> None:
             waits = built.text.index("griddepcontrol.wait")
             assert "ld.global" not in built.text[:waits] and "cp.async" not in built.text[:waits]
             assert waits < built.text.index("griddepcontrol.launch_dependents"), "who begins behind counts on the wait"
-            assert ("prefetch.global.L2" in built.text[:waits]) == kernel.name.startswith("multiply")
+            assert "prefetch.global.L2" in built.text[:waits], "weights and states are on their way before"
+            assert built.stack == 0
         else:
             body = kernel.source[kernel.source.index("@triton.jit") :]
             assert body.index("gdc_wait") < body.index("tl.load")

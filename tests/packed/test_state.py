@@ -105,6 +105,15 @@ def test_a_prefill_is_staged_exact_handed_over_at_the_first_suffix_token_and_rel
     assert state.nbytes == 3 * policy.nbytes(2, 4, 16, 24) + numbers + cursor
 
 
+def test_a_preset_is_a_policy_and_what_is_none_is_refused_by_name() -> None:
+    assert QuantizedState("int8").policy == lc.PRESETS["int8"]
+    with pytest.raises(PolicyError, match=r"policy: got 'int9'; want a preset: .*Did you mean 'int8'"):
+        QuantizedState("int9")
+    for other in (lc.Recipe(rules=[("*", lc.Policy())]), lc.Int8(), None):
+        with pytest.raises(PolicyError, match=r"policy: got .*; want a Policy, or a preset's name"):
+            QuantizedState(other)  # type: ignore[arg-type]
+
+
 def test_a_state_that_is_staged_again_starts_anew() -> None:
     """At positions that may be its own, and for a site with other gates: nothing of before is left."""
     state = QuantizedState(POLICIES["token, stochastic"])
