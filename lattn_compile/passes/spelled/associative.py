@@ -25,11 +25,27 @@ def find_associative_scans(index: Index, taken: Collection[fx.Node]) -> list[Nea
     found: dict[fx.Node, NearMiss] = {}
     for node in index.graph.nodes:
         for x in _scanned(node):
-            origin = stored_origin(x)
-            if origin not in taken and is_tensor(origin) and _of_many(origin) and is_outer(index, origin):
+            origin = _written(index, x)
+            if origin is not None and origin not in taken:
                 why = f"it adds up {origin.name}, the outer products of all tokens"
                 found.setdefault(origin, NoMatch("ASSOCIATIVE_SCAN", why).at(node))
     return list(found.values())
+
+
+def _written(index: Index, x: fx.Node) -> fx.Node | None:
+    """The outer products that a scan is given, the first of them perhaps added to a state that was there before."""
+    waiting, seen = [x], 0
+    while waiting and seen < _NEAR:
+        origin, seen = stored_origin(waiting.pop()), seen + 1
+        if is_tensor(origin) and _of_many(origin) and is_outer(index, origin):
+            return origin
+        if name_of(origin) in _AROUND:
+            waiting += [n for n in reversed(origin.all_input_nodes) if is_tensor(n)]
+    return None
+
+
+_NEAR = 12
+_AROUND = frozenset(f"aten::{name}" for name in ("cat", "slice", "select", "add", "slice_scatter", "select_scatter"))
 
 
 def _of_many(node: fx.Node) -> bool:

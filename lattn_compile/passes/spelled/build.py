@@ -16,7 +16,7 @@ from lattn_compile.passes.spelled.log_decay import CHECKED, NEXT_TO_NOTHING, log
 from lattn_compile.passes.spelled.products import product_of, sum_of
 from lattn_compile.passes.spelled.proposal import OUTER, NoMatch, Proposal
 from lattn_compile.passes.spelled.ranges import interval, is_decay
-from lattn_compile.passes.spelled.token import Product
+from lattn_compile.passes.spelled.token import Product, Step
 from lattn_compile.passes.spelled.vectorize import vectorize
 from lattn_compile.passes.spelled.views import is_view
 from lattn_compile.passes.spelled.writer import Writer, value
@@ -72,8 +72,8 @@ def _build(index: Index, chain: Chain, w: Writer, anchor: fx.Node) -> Proposal:
     dtype = value(anchor).dtype
     scale = _scale(links)
 
-    k = _over_time(w, [product_of(w, link.step.k, _groups(layout, "k"), dtype) for link in links])
-    v = _over_time(w, [sum_of(w, link.step.v, _groups(layout, "v"), dtype) for link in links])
+    k = _over_time(w, [_key(w, link, layout, dtype) for link in links])
+    v = _over_time(w, [_value(w, link, layout, dtype) for link in links])
     q = k
     if any(link.read for link in links):
         q = _over_time(w, [_query(w, link, layout, scale, dtype) for link in links])
@@ -90,6 +90,8 @@ def _build(index: Index, chain: Chain, w: Writer, anchor: fx.Node) -> Proposal:
         groups = _groups(layout, "g" if decay == "channel" else "beta")
         g = _over_time(w, [log_decay(w, link.step, groups, dtype) for link in links])
     state = None if chain.root is None else _state(w, _unrounded(chain), step_index(chain), layout, dtype)
+    if state is not None:
+        state = _cleared(w, state, links[0].step, layout, dtype)
 
     op = w.call(
         torch.ops.lattn.decode.default,
@@ -225,6 +227,18 @@ def _over_time(w: Writer, tokens: list[fx.Node]) -> fx.Node:
     return w.permute(stacked, [1, 0, *range(2, rank)])
 
 
+def _key(w: Writer, link: Link, layout: _Layout, dtype: torch.dtype) -> fx.Node:
+    """k, 0 where the token is skipped: it may be anything there, NaN included."""
+    groups = _groups(layout, "k")
+    return product_of(w, link.step.k.masked(link.step.masks(), [*layout.batch, *layout.key_heads]), groups, dtype)
+
+
+def _value(w: Writer, link: Link, layout: _Layout, dtype: torch.dtype) -> fx.Node:
+    """v, likewise."""
+    masks, along = link.step.masks(), [*layout.batch, *layout.heads]
+    return sum_of(w, [p.masked(masks, along) for p in link.step.v], _groups(layout, "v"), dtype)
+
+
 def _query(w: Writer, link: Link, layout: _Layout, scale: float | None, dtype: torch.dtype) -> fx.Node:
     if link.read is None:
         return product_of(w, link.step.k, _groups(layout, "k"), dtype)
@@ -243,6 +257,18 @@ def _state(w: Writer, root: fx.Node, axes: Sequence[Axis], layout: _Layout, dtyp
     node = w.permute(node, [labels.index(x) for x in wanted])
     groups = [layout.batch, layout.heads, layout.key, layout.column]
     return w.to(w.reshape(node, [size_of(group) for group in groups]), dtype)
+
+
+def _cleared(w: Writer, state: fx.Node, step: Step, layout: _Layout, dtype: torch.dtype) -> fx.Node:
+    """The state, 0 where the first token clears it: a slot that is taken anew may hold NaN."""
+    if (kept := step.kept()) is None:
+        return state
+    groups = _groups(layout, "beta")
+    along = {label for group in groups for label in group}
+    if any(not set(f.labels()) <= along for p in kept for f in p.factors):
+        return state
+    here = w.call(aten.ne.Scalar, sum_of(w, kept, groups, dtype), 0.0)
+    return w.call(aten.where.ScalarOther, w.unsqueeze(w.unsqueeze(here, 2), 3), state, 0.0)
 
 
 def _final(w: Writer, state: fx.Node, chain: Chain, layout: _Layout) -> fx.Node:

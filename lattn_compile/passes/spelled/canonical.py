@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lattn_compile.passes.spelled.aten import Index, arguments, name_of
 from lattn_compile.passes.spelled.identities import restore_identities
@@ -57,6 +58,7 @@ _NEW = frozenset(
 def canonicalize(gm: fx.GraphModule) -> None:
     """Merge equal nodes of a functional graph, call each op by one name, and read scattered values at their source."""
     _rename(gm.graph)
+    _forget_likes(gm.graph)
     _drop_identities(gm.graph)
     _pick_by_select(gm.graph)
     restore_identities(gm.graph)
@@ -115,6 +117,23 @@ def _rename(graph: fx.Graph) -> None:
                 node.target, node.args = aten.to.dtype, (node.args[0], like.dtype)
         elif node.op == "call_function" and not node.kwargs and node.target in _RENAMED:
             node.target = _RENAMED[node.target]
+
+
+_LIKES = {
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+}
+
+
+def _forget_likes(graph: fx.Graph) -> None:
+    """A `new_zeros` has its sizes in its arguments, and takes but a dtype and a device of the tensor it is called on,
+    which need not be run to compare the two spellings."""
+    for node in graph.nodes:
+        made = value(node)
+        if node.target in _LIKES and type(made) in (torch.Tensor, FakeTensor):
+            node.target, node.args = _LIKES[node.target], node.args[1:]
+            node.kwargs = {"dtype": made.dtype, "device": made.device}
 
 
 def _drop_identities(graph: fx.Graph) -> None:
@@ -179,6 +198,9 @@ def _forward_writes(graph: fx.Graph) -> bool:
         node.replace_all_uses_with(source)
         graph.erase_node(node)
         changed = True
+    for node in reversed(graph.nodes):
+        if name_of(node) in _SCATTERS and not node.users:  # a buffer that nothing reads keeps no state
+            graph.erase_node(node)
     return changed
 
 

@@ -333,7 +333,9 @@ class Survey:
         stack, seen = [node], {node}
         while stack:
             n = stack.pop()
-            if n in states or not is_analytic(n) or n in self.taken:
+            # One of several results, where another form has taken what makes them: they are no value, it is one.
+            taken = n in self.taken or (short_name(n) == "getitem" and n.args[0] in self.taken)
+            if n in states or not is_analytic(n) or taken:
                 leaves.append(n)
                 continue
             inside.append(n)

@@ -107,6 +107,8 @@ class Trial:
 
     def _draw(self, node: fx.Node, generator: torch.Generator) -> Any:
         v = value(node)
+        if isinstance(v, (list, tuple)):
+            raise NoMatch("CHUNK_INPUTS", f"{node} is several tensors", node)
         if not isinstance(v, Tensor):
             return real(node)
         shape = sizes_of(node)

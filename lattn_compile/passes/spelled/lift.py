@@ -451,6 +451,7 @@ RULES: dict[Any, Rule] = {
             aten.masked_fill.Tensor,
             aten.rsub.Tensor,
             aten.fill.Scalar,
+            aten.where.ScalarOther,
         ),
         _pointwise,
     ),

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from lattn_compile.passes.spelled.aten import name_of
+from lattn_compile.passes.spelled.aten import CASTS, name_of
 from lattn_compile.passes.spelled.chunk_tables import known_buffer, known_value
 from lattn_compile.passes.spelled.labels import Label
 from lattn_compile.passes.spelled.products import again, device_of, filled, narrow, placed
@@ -115,11 +116,17 @@ def _one_plus_expm1(step: Step) -> Factor | None:
     return factors[0]
 
 
-def _source(node: fx.Node) -> str:
-    """What a node's values come from, through views and selects, and from outside a loop's body."""
-    while is_view(node) or name_of(node) in PICKS or OUTER in node.meta:
+def _source(node: fx.Node, *, casts: bool = False) -> str:
+    """What a node's values come from, through views and selects, and from outside a loop's body; and through casts,
+    which round an exp to an exp of nearly the same."""
+    while is_view(node) or name_of(node) in PICKS or OUTER in node.meta or (casts and _floats(node)):
         node = node.meta.get(OUTER) or node.args[0]  # type: ignore[assignment]
     return name_of(node)
+
+
+def _floats(node: fx.Node) -> bool:
+    """Whether a node casts floats to others."""
+    return name_of(node) in CASTS and all(value(n).dtype.is_floating_point for n in (node, node.args[0]))
 
 
 def _log_factor(w: Writer, f: Factor, groups: list[list[Label]], dtype: torch.dtype, function: str = "") -> fx.Node:
@@ -171,7 +178,10 @@ def _log(w: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     if name == "getitem" and isinstance(x, fx.Node) and name_of(x) in _SPLITS and value(node).dtype == dtype:
         parts = w.call(x.target, _log(w, x.args[0], dtype), *x.args[1:], **x.kwargs)  # type: ignore[arg-type]
         return w.getitem(parts, node.args[1])  # type: ignore[arg-type]
-    certain = is_decay(node) or (_source(node) == "aten::exp" and interval(node)[0] >= 0.0)
+    if name in _JOINED and not is_decay(node) and all(value(y).dtype == dtype for y in node.all_input_nodes):
+        joined: Any = node.args[0]
+        return w.call(node.target, [_log(w, y, dtype) for y in joined], *node.args[1:], **node.kwargs)
+    certain = is_decay(node) or (_source(node, casts=True) == "aten::exp" and interval(node)[0] >= 0.0)
     if not certain and not _checked(w, node):
         raise NoMatch("DECAY_RANGE", f"the decay {node.name} lies in {_range(node)}", node)
     return _log_of_values(w, w.to(node, dtype))
@@ -229,6 +239,7 @@ def _argument(w: Writer, node: fx.Node, function: str, dtype: torch.dtype) -> fx
     raise NoMatch("DECAY_RANGE", f"the decay is made of {node.name}, which lies in {_range(node)}", node)
 
 
+_JOINED = frozenset(["aten::cat", "aten::stack"])
 _SPLITS = frozenset(["aten::split", "aten::split_with_sizes", "aten::chunk", "aten::unbind", "aten::tensor_split"])
 
 

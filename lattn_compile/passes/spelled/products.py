@@ -26,7 +26,12 @@ def narrow(w: Writer, product: Product, groups: list[list[Label]], dtype: torch.
     """The product with one axis a label, of size 1 where nothing depends on it."""
     wanted = [label for group in groups for label in group]
     out: fx.Node | None = None
-    for f in product.factors:
+    # A mask picks, and does not multiply: what is masked off may be NaN.
+    masks = [f for f in product.factors if is_mask(f)]
+    factors = [f for f in product.factors if f not in masks]
+    if not factors and masks:
+        factors, masks = masks[:1], masks[1:]
+    for f in factors:
         x = w.to(placed(w, f, wanted), dtype)
         if f.inverse:
             out = w.call(aten.reciprocal.default, x) if out is None else w.call(aten.div.Tensor, out, x)
@@ -37,6 +42,8 @@ def narrow(w: Writer, product: Product, groups: list[list[Label]], dtype: torch.
         out = w.call(aten.full.default, [1] * len(wanted), product.coefficient, dtype=dtype, device=like)
     elif product.coefficient != 1.0:
         out = w.call(aten.mul.Scalar, out, product.coefficient)
+    for f in masks:
+        out = w.call(aten.where.ScalarOther, placed(w, f, wanted), out, 0.0)
     return out
 
 

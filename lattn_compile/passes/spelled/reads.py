@@ -5,6 +5,7 @@ o = scale · Sᵀ q: a node that contracts the state along one of its axes with 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -14,9 +15,10 @@ from torch import fx
 from lattn_compile.passes.spelled.aten import CASTS, Index, is_tensor, name_of
 from lattn_compile.passes.spelled.expand import PRODUCTS, VIEWS, Expander
 from lattn_compile.passes.spelled.labels import Axis, Label, equal_but_for_order, flat, is_one, unify
+from lattn_compile.passes.spelled.literals import is_mask_node
 from lattn_compile.passes.spelled.proposal import NoMatch
 from lattn_compile.passes.spelled.spine import path_between
-from lattn_compile.passes.spelled.terms import Expr, Factor, Term, keyed, simplify
+from lattn_compile.passes.spelled.terms import Expr, Factor, Term, is_mask, keyed, simplify
 from lattn_compile.passes.spelled.token import Step
 from lattn_compile.passes.spelled.views import is_view, only_shape
 from lattn_compile.passes.spelled.writer import value
@@ -138,7 +140,8 @@ def _from_term(node: fx.Node, axes: list[Axis], term: Term, state: fx.Node) -> R
 
 
 def find_late_read(index: Index, step: Step) -> Read | None:
-    """A read that is spelled without the new state: o = Sᵀ (Γ q) + (q·k) u, which saves a pass over the state.
+    """A read that is spelled without the new state: o = Sᵀ (Γ q) + (q·k) u, which saves a pass over the state; or of
+    what a token would make of the state if it were not skipped, where outputs of skipped tokens are masked off.
 
     The query is read off the term with the old state; the rest has to be what it then must be, term by term.
     """
@@ -157,7 +160,7 @@ def find_late_read(index: Index, step: Step) -> Read | None:
 
 
 def _below(index: Index, step: Step) -> list[fx.Node]:
-    """Sums that depend on the previous state and are not on the way to the new one, nearest first."""
+    """Sums and masked values that depend on the previous state and are not on the way to the new one, nearest first."""
     waiting = [u for n in step.path if n is not step.update for u in n.users if u not in step.path]
     seen = set(waiting)
     found: list[fx.Node] = []
@@ -165,7 +168,7 @@ def _below(index: Index, step: Step) -> list[fx.Node]:
         node = waiting.pop(0)
         if not is_tensor(node):
             continue
-        if name_of(node) in _SUMS:
+        if name_of(node) in _SUMS or (name_of(node) in _MASKED and any(map(is_mask_node, node.args))):
             found.append(node)
         for user in node.users:
             if user not in seen and user not in step.path:
@@ -177,42 +180,55 @@ def _below(index: Index, step: Step) -> list[fx.Node]:
 _SUMS = frozenset(
     ["aten::add", "aten::sub", "aten::addcmul", "aten::baddbmm", "aten::addbmm", "aten::addmm", "aten::rsub"]
 )
+_MASKED = frozenset(["aten::where", "aten::masked_fill", "aten::mul"])
 
 
 def _equals_read(index: Index, step: Step, node: fx.Node) -> Read | None:
     new = simplify(Expander(index, step.root, step.path, PRODUCTS).expand(step.update))
     path = path_between(index, step.root, node)
     out = simplify(Expander(index, step.root, path, PRODUCTS).expand(node))
-    (decay,) = [t for t in new.terms if _root(t, step) and set(_root(t, step)[0].labels()) == set(new.free())]
-    free = set(out.free())
+    decays = [t for t in new.terms if _root(t, step) and set(_root(t, step)[0].labels()) == set(new.free())]
     reading = [t for t in out.terms if _root(t, step)]
-    for term in sorted(reading, key=lambda t: len(t.factors)):
-        (mine,), (theirs,) = _root(term, step), _root(decay, step)
-        rename: dict[Label, Label] = {}
-        for axis, other in zip(mine.index, theirs.index, strict=True):
-            if isinstance(axis, int) or isinstance(other, int):
-                return None
-            if set(flat(axis)) <= free:
-                unify(axis, other)
-            else:
-                rename.update(zip(flat(axis), flat(other), strict=True))
-        if not rename:
-            continue
-        q = [f.renamed(rename) for f in term.factors if f is not mine]
-        for f in decay.factors:
-            if f.node is not step.root:
-                hit = next((g for g in q if g.key() == f.key()), None)
-                if hit is None:
-                    return None
-                q.remove(hit)
-        scale = term.coefficient / decay.coefficient
-        expected = simplify(Expr(out.axes, [Term(t.coefficient * scale, (*t.factors, *q)) for t in new.terms]))
-        want, got = keyed(expected), keyed(out)
-        if want.keys() == got.keys() and all(abs(want[k] - got[k]) <= 1e-12 * abs(want[k]) for k in want):
-            for axis, other in zip(new.axes, step.axes, strict=True):
-                unify(axis, other)
-            return Read(node, out.axes, tuple(step.axes), [], scale, tuple(q))
+    for decay, term in itertools.product(decays, sorted(reading, key=lambda t: len(t.factors))):
+        # Of the token of a mask, its outputs elsewhere are none of the state's: they have to be masked off.
+        masks = [f for f in decay.factors if is_mask(f)] if len(decays) > 1 else []
+        read = _through(step, new, out, decay, term, masks)
+        if read is not None:
+            read.node = node
+            return read
     return None
+
+
+def _through(step: Step, new: Expr, out: Expr, decay: Term, term: Term, masks: list[Factor]) -> Read | None:
+    """The read that `out` is if `term` of it is what is read of `decay`, where the masks are set."""
+    free = set(out.free())
+    (mine,), (theirs,) = _root(term, step), _root(decay, step)
+    rename: dict[Label, Label] = {}
+    for axis, other in zip(mine.index, theirs.index, strict=True):
+        if isinstance(axis, int) or isinstance(other, int):
+            return None
+        if set(flat(axis)) <= free:
+            unify(axis, other)
+        else:
+            rename.update(zip(flat(axis), flat(other), strict=True))
+    if not rename:
+        return None
+    q = [f.renamed(rename) for f in term.factors if f is not mine]
+    for f in decay.factors:
+        if f.node is not step.root:
+            hit = next((g for g in q if g.key() == f.key()), None)
+            if hit is None:
+                return None
+            q.remove(hit)
+    q += masks
+    scale = term.coefficient / decay.coefficient
+    expected = simplify(Expr(out.axes, [Term(t.coefficient * scale, (*t.factors, *q)) for t in new.terms]))
+    want, got = keyed(expected), keyed(out)
+    if want.keys() != got.keys() or any(abs(want[k] - got[k]) > 1e-12 * abs(want[k]) for k in want):
+        return None
+    for axis, other in zip(new.axes, step.axes, strict=True):
+        unify(axis, other)
+    return Read(step.update, out.axes, tuple(step.axes), [], scale, tuple(q))
 
 
 def _root(term: Term, step: Step) -> list[Factor]:

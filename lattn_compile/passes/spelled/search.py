@@ -107,9 +107,11 @@ def _chunk_in_loop(body: fx.GraphModule) -> NearMiss | None:
     """A loop over chunks, told: its tokens are on two axes, and the state goes from one call to the next."""
     miss: NearMiss | None = None
     for outcome in find_chunk_forms(body, set()):
+        node = outcome.node if isinstance(outcome, NearMiss) else outcome.anchor
         if isinstance(outcome, Proposal):
             withdraw(outcome)
-            outcome = NoMatch("CHUNK_INPUTS", "a loop runs over chunks of its tokens").at(outcome.anchor)
+        if isinstance(outcome, Proposal) or outcome.reason.code == "CHUNK_NOT_EQUAL":  # sums made outside are none here
+            outcome = NoMatch("CHUNK_INPUTS", "a loop runs over chunks of its tokens").at(node)
         miss = miss or outcome
     return miss
 

@@ -12,7 +12,7 @@ from torch import fx
 from lattn_compile.passes.spelled.aten import CASTS, SHAPE_ONLY, Index, is_tensor, name_of, widens
 from lattn_compile.passes.spelled.expand import VIEWS, Expander
 from lattn_compile.passes.spelled.labels import Axis, equal_but_for_order, flat, is_one
-from lattn_compile.passes.spelled.literals import is_zero
+from lattn_compile.passes.spelled.literals import is_mask_node, is_zero
 from lattn_compile.passes.spelled.views import is_view
 from lattn_compile.passes.spelled.writer import value
 
@@ -146,9 +146,10 @@ def _additions(seed: fx.Node) -> list[fx.Node]:
 
 
 def _only_addition(node: fx.Node) -> fx.Node | None:
-    """The one addition that a sum flows into, through views and masks."""
-    while len(node.users) == 1:
-        (user,) = node.users
+    """The one addition that a sum flows into, through views and masks. What is read as well, before a mask picks
+    between it and the state before, flows into that choice."""
+    while (users := list(node.users)) and (len(users) == 1 or len(users := _picked_by_mask(node)) == 1):
+        (user,) = users
         name = name_of(user)
         if not is_tensor(user):
             return None
@@ -159,6 +160,30 @@ def _only_addition(node: fx.Node) -> fx.Node | None:
             return None
         node = user
     return None
+
+
+def _picked_by_mask(node: fx.Node) -> list[fx.Node]:
+    """Users where a mask picks between a node and another state, if it is but read otherwise: a state that goes on is
+    one itself."""
+    picked, waiting = [], list(node.users)
+    while waiting:
+        user = waiting.pop()
+        if is_view(user):
+            waiting += user.users
+        elif is_tensor(user) and full_size(node, user) and not all(name_of(u) == "aten::sum" for u in user.users):
+            if not _picks(user):
+                return []
+            picked.append(user)
+    return picked
+
+
+def _picks(node: fx.Node) -> bool:
+    """Whether a mask picks from two states here, or lets one of them through to a sum with the other."""
+    if not any(map(is_mask_node, node.args)):
+        return False
+    if name_of(node) == "aten::where":
+        return all(full_size(x, node) and not is_zero(x) for x in node.args[1:])  # type: ignore[arg-type]
+    return name_of(node) == "aten::mul" and all(name_of(u) in _ADDITIONS for u in node.users)
 
 
 # Roots.

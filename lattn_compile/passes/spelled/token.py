@@ -9,7 +9,7 @@ from torch import fx
 
 from lattn_compile.passes.spelled.labels import Axis, Label, flat
 from lattn_compile.passes.spelled.proposal import NoMatch
-from lattn_compile.passes.spelled.terms import Factor
+from lattn_compile.passes.spelled.terms import Expr, Factor, Term, is_mask, simplify
 
 __all__ = ["NeedsMatrix", "Product", "Split", "Step", "split_product"]
 
@@ -20,6 +20,12 @@ class Product:
 
     coefficient: float = 1.0
     factors: tuple[Factor, ...] = ()
+
+    def masked(self, masks: Iterable[Factor], labels: Iterable[Label]) -> Product:
+        """Itself where the masks are set, and 0 elsewhere; masks that run along other labels aside."""
+        mine, known = set(labels), {f.key() for f in self.factors}
+        more = [f for f in masks if f.key() not in known and set(f.labels()) <= mine]
+        return Product(self.coefficient, (*self.factors, *more))
 
 
 @dataclass
@@ -64,6 +70,24 @@ class Step:
 
     def keys(self) -> list[Label]:
         return flat(self.key)
+
+    def masks(self) -> list[Factor]:
+        """The masks that every write carries: a token that one of them leaves out writes nothing. A delta rule of which
+        values alone are masked takes away what was there, and its keys count."""
+        shared: list[Factor] = []
+        for products in (self.v if self.rule == "additive" else [], self.beta or []):
+            for f in products[0].factors if products else ():
+                everywhere = all(any(g.key() == f.key() for g in p.factors) for p in products)
+                if is_mask(f) and everywhere and all(f.key() != g.key() for g in shared):
+                    shared.append(f)
+        return shared
+
+    def kept(self) -> list[Product] | None:
+        """Where the state is kept, as a sum of products of masks that is 0 where it is cleared; None: everywhere."""
+        axes = [(label,) for label in (*self.batch, *self.key, *self.column)]
+        masks = [Term(1.0, tuple(f for f in p.factors if is_mask(f))) for p in self.decay_terms]
+        kept = simplify(Expr(list(axes), masks)).terms  # a mask and its opposite are 1
+        return [Product(t.coefficient, t.factors) for t in kept] if kept and all(t.factors for t in kept) else None
 
 
 class NeedsMatrix(Exception):

@@ -38,8 +38,20 @@ def refuse_unread(index: Index, run: list[Step], reads: dict[fx.Node, tuple[list
         raise NoMatch("GROUPED_QUERIES", f"{product.name} reads each state with several queries", run[-1].update)
     if product is not None:
         raise NoMatch("NOT_READ", f"{product.name} is no product of a state with one query", run[-1].update)
+    joined = next((u for step in run for u in step.update.users if name_of(u) in _JOINS and _read(u)), None)
+    if joined is not None:
+        where = f"it is joined with others ({name_of(joined)}) before a product reads them: read each on its own"
+        raise NoMatch("NOT_READ", where, run[-1].update)
     told = len(run) > 1 or any(p.factors for p in run[0].decay_terms)
     raise NoMatch("NOT_READ" if told else "NOT_A_STATE", "nothing reads the state", run[-1].update)
+
+
+_JOINS = frozenset(["aten::cat", "aten::stack"])
+
+
+def _read(node: fx.Node) -> bool:
+    """Whether a product takes a value, views of it included."""
+    return any(name_of(u) in _CONTRACTIONS | {"aten::mul"} or (is_view(u) and _read(u)) for u in node.users)
 
 
 def _read_by_groups(index: Index, state: fx.Node, product: fx.Node) -> bool:
@@ -64,6 +76,9 @@ def _read_with_a_bonus(step: Step) -> bool:
 def refuse_late_reads(index: Index, run: list[Step], reads: dict[fx.Node, tuple[list[Read], bool]]) -> None:
     """Reads that precede a token's write: the first state is read, or on its way to the update, and the last is not."""
     if not reads[run[-1].update][0] and (_root_reads(index, run[0]) or leaks(run[0])):
+        if run[0].masks() and not _root_reads(index, run[0]):
+            where = "it is read before a mask picks between it and the old state: mask that output, too, at every token"
+            raise NoMatch("READ_BEFORE_WRITE", where, run[0].update)
         raise NoMatch("READ_BEFORE_WRITE", "a token's output is read before the token is written", run[0].update)
 
 

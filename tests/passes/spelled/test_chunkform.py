@@ -282,3 +282,30 @@ def test_a_withdrawn_proposal_leaves_the_graph_as_it_was() -> None:
     assert isinstance(proposal, Proposal)
     withdraw(proposal)
     assert str(gm.graph) == before
+
+
+def _split_slopes(q: Tensor, k: Tensor, v: Tensor, both: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if both.shape[0] > q.shape[1]:
+        both = both.split([q.shape[1], 1])[0]
+    s, m = both.view(-1, 1, 1), q.shape[2]
+    at = torch.arange(m).view(-1, 1)
+    weights = q @ k.mT * torch.exp(-s * (at - at.T).clamp(min=0)).tril()
+    o = weights @ v + (q * torch.exp(-s * (at + 1))) @ S
+    return o.transpose(1, 2), torch.exp(-s * m) * S + (k * torch.exp(-s * (m - 1 - at))).mT @ v
+
+
+def _split_states(q: Tensor, k: Tensor, v: Tensor, s: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
+    return _split_slopes(q, k, v, s, both.split([both.shape[0] - 1, 1])[0])
+
+
+@pytest.mark.parametrize("form", [_split_slopes, _split_states], ids=["a decay", "the state"])
+def test_one_of_several_results_of_what_is_taken_already_is_an_input(form: Callable[..., Any]) -> None:
+    q, k, v, _, _, S = random_inputs(2, 8, 3, 4, 5)
+    args = (q, k, v, torch.tensor([0.1, 0.2, 0.3, 0.4][: 4 if form is _split_slopes else 3]), S)
+    if form is _split_states:
+        args = (*args[:4], torch.cat([S, S[:1]]))
+    gm = functional(form, args)
+    (split,) = [n for n in gm.graph.nodes if "split" in str(n.target)]
+    (found,) = find_chunk_forms(gm, {split})
+    assert isinstance(found, Proposal) and verify(found).ok, found

@@ -94,6 +94,12 @@ def divided_by_column(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> Tensor:
     return (scores / scores.sum(-1)[..., None, :]) @ v
 
 
+def divided_by_transposed_sums(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> Tensor:
+    """As many values as tokens: dividing behind would go, and be wrong."""
+    scores = torch.tril(q @ k.mT)
+    return (scores / scores.sum(-1, keepdim=True).transpose(-1, -2)) @ torch.cat([v, v[..., : T - V]], -1)
+
+
 def strictly_causal(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> Tensor:
     scores = torch.tril(q @ k.mT, -1)
     return (scores @ v) / (1 + scores.sum(-1, keepdim=True))
@@ -118,6 +124,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> Tensor:
 LEFT: dict[Callable[..., Tensor], set[str]] = {
     sums_of_columns: {"CHUNK_NOT_EQUAL"},
     divided_by_column: {"CHUNK_NOT_EQUAL"},
+    divided_by_transposed_sums: {"CHUNK_NOT_EQUAL"},
     strictly_causal: {"CHUNK_NOT_EQUAL"},
     sums_of_squares: {"CHUNK_NOT_EQUAL"},
     documents: {"CHUNK_INPUTS"},

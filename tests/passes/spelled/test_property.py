@@ -2,14 +2,16 @@
 
 Where K or V is 1, much of what a spelling says about its axes is gone; those are counted on their own.
 
-`LATTN_PROPERTY_CASES=2000` runs the whole number; the default is what CI has time for. With `LATTN_PROPERTY_SEED` set,
-other cases are drawn, so that the number can be shared among processes; `-s` shows the tally.
+By default the cases are the same in every run, as many as CI has time for, and what was recognised of them has to be.
+`LATTN_PROPERTY_CASES=2000` draws so many afresh, and rates have to hold; `LATTN_PROPERTY_SEED` draws those of that
+number again, or shares the cases among processes. `-s` shows the seed and the tally.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import secrets
 from collections import Counter
 from collections.abc import Callable
 
@@ -21,8 +23,9 @@ from tests.passes.spelled.generator import Spelling, simplified, spellings
 from tests.passes.spelled.harness import copies, gradients, recurrence, rewrite_graph, worst_error
 from tests.passes.spelled.registry import Args, make_args
 
+FRESH = "LATTN_PROPERTY_CASES" in os.environ or "LATTN_PROPERTY_SEED" in os.environ
 CASES = int(os.environ.get("LATTN_PROPERTY_CASES", "100"))
-SEED = os.environ.get("LATTN_PROPERTY_SEED")
+SEED = int(os.environ.get("LATTN_PROPERTY_SEED", secrets.randbelow(2**31) if FRESH else 0))
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 # No shrinking: a spelling is one seed to hypothesis, and `simplified` knows better what is plain.
@@ -30,7 +33,6 @@ run_cases = settings(
     max_examples=CASES,
     phases=(Phase.generate,),
     deadline=None,
-    derandomize=SEED is None,
     database=None,
     suppress_health_check=list(HealthCheck),
 )
@@ -105,7 +107,7 @@ def test_random_spellings_are_recognised_and_no_rewrite_is_wrong() -> None:
     missed: list[str] = []
     seen: set[Spelling] = set()
 
-    @(seed(int(SEED)) if SEED is not None else lambda test: test)
+    @seed(SEED)
     @run_cases
     @given(spellings(), st.integers(0, 2**31), st.integers(1, EXPORTED))
     def run(spelling: Spelling, number: int, die: int) -> None:
@@ -120,17 +122,27 @@ def test_random_spellings_are_recognised_and_no_rewrite_is_wrong() -> None:
         seen.add(spelling)  # not one that failed: hypothesis runs it again
 
     run()
-    print(dict(tally))
-    assert tally["near misses"] > 0.2 * CASES
-    assert tally["size one recognised"] >= _at_least(0.4, tally["size one"]), tally
-    assert tally["recognised"] >= _at_least(0.98, tally["equivalent"]), "\n".join([str(dict(tally)), *missed[:20]])
+    said = "\n".join([f"seed {SEED}: {dict(tally)}", *missed[:20]])
+    print(said)
+    if not FRESH and {name: tally[name] for name in DRAWN} == DRAWN:
+        assert tally["recognised"] >= RECOGNISED and tally["size one recognised"] >= RECOGNISED_OF_SIZE_ONE, said
+    assert tally["near misses"] >= _at_least(0.3, CASES), said
+    assert tally["recognised"] >= _at_least(0.98, tally["equivalent"]), said
+    assert tally["size one recognised"] >= _at_least(0.4, tally["size one"]), said
+
+
+# Of the 100 cases of seed 0, as hypothesis 6 draws them; where another version draws others, the rates have to hold.
+DRAWN = {"near misses": 33, "equivalent": 57, "size one": 9}
+RECOGNISED, RECOGNISED_OF_SIZE_ONE = 56, 3
 
 
 def _at_least(rate: float, cases: int) -> float:
-    """Of so many cases, drawn anew in every run, if the rate is that: two standard deviations below the mean."""
-    return rate * cases - 2 * math.sqrt(rate * (1 - rate) * cases)
+    """Of so many cases, drawn afresh, if the rate is that: three standard deviations below the mean, which one run in
+    700 falls below."""
+    return rate * cases - 3 * math.sqrt(rate * (1 - rate) * cases)
 
 
+@seed(SEED)
 @run_cases
 @given(spellings(), st.integers(0, 2**31))
 def test_a_random_spelling_is_the_recurrence(spelling: Spelling, seed: int) -> None:
