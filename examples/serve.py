@@ -18,10 +18,9 @@ from _shared import generate
 import lattn_compile as lc
 from lattn_compile.demo import MODELS, build_model
 from lattn_compile.integrations.transformers import quantize_cache
-from lattn_compile.packed.layout import Heads
 
 LAYERS = 36  # of 48; every fourth is full attention
-HEADS = Heads(H=16, HV=32, K=128, V=128, decay="head", has_beta=True)
+HEADS = lc.Heads(H=16, HV=32, K=128, V=128, decay="head", has_beta=True)
 BUDGET = 80e9
 
 POLICIES: dict[str, lc.Policy] = {

@@ -29,6 +29,7 @@ _HOME: dict[str, str] = {
     "ReplayState": "replay_state",
     "QuantizedState": "packed.state",
     "StatePool": "packed.pool",
+    "Heads": "packed.layout",
     **dict.fromkeys(
         (
             "Policy",
@@ -61,6 +62,7 @@ __all__ = [
     "Fp8",
     "Fp16",
     "Fp32",
+    "Heads",
     "Int8",
     "LattnError",
     "LattnWarning",
@@ -133,6 +135,7 @@ if TYPE_CHECKING:
     from lattn_compile.errors import LattnError, LattnWarning
     from lattn_compile.formats import Bf16, Fp8, Fp16, Fp32, Int8, Nvfp4
     from lattn_compile.functional import linear_attention
+    from lattn_compile.packed.layout import Heads
     from lattn_compile.packed.pool import StatePool
     from lattn_compile.packed.state import QuantizedState
     from lattn_compile.passes.capture import capture

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 
 from lattn_compile import backend, passes  # noqa: F401  (backend wires capture to the tracers)
 from lattn_compile.errors import FileFormatError, LattnError, LattnWarning
@@ -87,7 +90,7 @@ def inspect(
 
     Args:
         target: GraphModule, ExportedProgram, path to a `.pt2`, or an nn.Module, which is exported with `args` and
-            `kwargs` under `lc.capture()`.
+            `kwargs` under `lc.capture()`. It may return anything that holds tensors, a cache of transformers say.
         policy: as for `rewrite`; None shows every site as exact.
     Raises:
         FileFormatError: the file is missing or no exported program. LattnError: as `rewrite`, or arguments that
@@ -98,9 +101,13 @@ def inspect(
         target = load_program(target)
     elif isinstance(target, nn.Module) and not isinstance(target, fx.GraphModule):
         args, kwargs = _call_of(target, args, kwargs)
-        with capturing() as refused, torch.no_grad():
-            target = torch.export.export(target, args, kwargs, strict=False)
-    return _rewrite(target, None if policy is None else resolve_recipe(policy), refused).report
+        with capturing() as refused:
+            target = _exported(target, args, kwargs)
+    report = _rewrite(target, None if policy is None else resolve_recipe(policy), refused).report
+    if report.sites:
+        other = " (give a policy to see another)" if policy is None else ""
+        report.notes.append(f"nothing was changed: 'rewritten' is what lc.rewrite would do, to the policy shown{other}")
+    return report
 
 
 def _call_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -123,6 +130,44 @@ def _call_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...]
             remedy="The module is traced with them: pass an example call.",
         ) from error
     return args, kwargs
+
+
+def _exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    try:
+        with torch.no_grad(), _returning_tensors(module):
+            return torch.export.export(module, args, kwargs, strict=False)
+    except ValueError as error:
+        if not str(error).startswith("Unsupported input type"):
+            raise
+        for path, x in tree_leaves_with_path((args, kwargs)):
+            if not isinstance(x, (torch.Tensor, int, float, str, NoneType)):
+                raise LattnError(
+                    f"{('args', 'kwargs')[path[0].idx]}{keystr(path[1:])}",  # type: ignore[attr-defined]
+                    got=f"an object of class {type(x).__name__}",
+                    want="tensors and numbers, in lists, dicts and other containers that torch.export knows",
+                    remedy="Inspect a module that takes the tensors and makes the object of them.",
+                ) from error
+        raise
+
+
+@contextlib.contextmanager
+def _returning_tensors(module: nn.Module) -> Iterator[None]:
+    """Inside, `module` returns all tensors that its output holds, in a list. torch.export takes no other objects, and
+    what a model leaves in a cache alone would be dead code."""
+    hook = module.register_forward_hook(lambda _, args, out: list(_tensors_in(out, set())))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _tensors_in(x: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    for leaf in tree_leaves(x):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield from _tensors_in(list(vars(leaf).values()), seen)
 
 
 def load_program(path: str | os.PathLike[str]) -> ExportedProgram:

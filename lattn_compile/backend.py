@@ -73,11 +73,16 @@ def lattn_compile(
     (warnings of silence become errors), `verify`; every other key goes to Inductor.
 
     A mistake raises from the first call of the compiled function, before any computation: raised from here it would
-    reach the user wrapped in Dynamo's own exception.
+    reach the user wrapped in Dynamo's own exception. Numbers of a phase that do not fit the batch are no part of what
+    guards look at: nothing is kept of them, and the call with the right ones is traced anew.
     """
     try:
         _follow_file((options or {}).get("policy"))
         return _compile(gm, example_inputs, mode, dict(options or {}))
+    except SequenceError as error:
+        if frames.current_frame() is not None:
+            raise
+        return functools.partial(_raise, error)
     except LattnError as error:
         return functools.partial(_raise, error)
 
@@ -183,7 +188,7 @@ def _depends_on_the_phase(context: PassContext) -> bool:
 def _with_lengths(compiled: Callable[..., Any], context: PassContext) -> Callable[..., Any]:
     """`compiled`, handed the tensors of the phase that is active when it is called, as its last inputs."""
     served = phase.kind()
-    wanted = [lengths.NAMES.index(name) for name in context.appended]
+    wanted = [phase.NAMES.index(name) for name in context.appended]
     sizes = [_size_of_a_call(x.shape[0], context) if x.dim() else None for x in context.appended.values()]
 
     def run(*args: Any) -> Any:
@@ -200,7 +205,7 @@ def _with_lengths(compiled: Callable[..., Any], context: PassContext) -> Callabl
             if size is not None and x.shape[0] != (sequences := size(args)):
                 raise SequenceError(
                     name,
-                    got=f"{x.shape[0]} numbers in lc.training_phase",
+                    got=f"{x.shape[0]} number{'s' if x.shape[0] > 1 else ''} in lc.training_phase",
                     want=f"{sequences}, the sequences of the batch",
                     remedy="Give one a sequence.",
                 )

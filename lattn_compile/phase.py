@@ -27,6 +27,9 @@ from lattn_compile.refusal import refuse
 
 __all__ = ["Lengths", "as_identity", "as_lengths", "bound", "current", "current_identity", "kind", "training_phase"]
 
+NAMES = ("prefix_lengths", "sequence_lengths", "position", "sequence_ids")
+"""What a phase says, as the ops' arguments are named, in the order of `current()` and `current_identity()`."""
+
 Lengths = int | Sequence[int] | Tensor
 """An int for every sequence, or one length a sequence as a list or an int tensor `[N]`; a scalar tensor is an int."""
 
@@ -110,7 +113,7 @@ def _whole_numbers(name: str, numbers: Any, dtype: torch.dtype, remedy: str, *, 
     what = "lengths" if dtype is torch.int32 else "numbers"
     if not items or (least is not None and min(items) < least):
         limit = "" if least is None else f" >= {least}"
-        refuse("sequence", name, repr(numbers), f"{what}{limit}, one or one a sequence", remedy)
+        refuse("sequence", name, repr(numbers), f"{what}{limit}: one for all, or one a sequence", remedy)
     if not all(-(2 ** (8 * dtype.itemsize - 1)) <= n < 2 ** (8 * dtype.itemsize - 1) for n in items):
         refuse("sequence", name, repr(numbers), f"{what} that fit {dtype}", remedy)
     return torch.tensor(items[0] if single else items, dtype=dtype)
@@ -133,9 +136,10 @@ class training_phase:
 
     Args:
         prefix_lengths: the first p tokens of a sequence are exact prefill, no state quantization; the others are in the
-            policy's write mode. An int (clamped to each sequence), a list or an int tensor, one a sequence (not
-            clamped).
-        sequence_lengths: the real length n of right-padded sequences; tokens behind it vanish. None: all are real.
+            policy's write mode. One for all (an int, a scalar tensor), clamped to each sequence; or one a sequence (a
+            list, an int tensor), not clamped.
+        sequence_lengths: the real length n of right-padded sequences, one for all or one a sequence; not clamped: more
+            than a sequence's tokens is refused. Tokens behind it vanish. None: all are real.
         sequence_ids: a caller's own number for each sequence, `[N]`, any int64; None: 0. position: absolute position of
             the first token, an int, a list or an int tensor, one a sequence; None: 0. Both key stochastic rounding
             only. Give a sequence the same id in every step in which it shall meet the same random bits.
@@ -147,7 +151,9 @@ class training_phase:
     the outer one.
 
     Raises:
-        DtypeError, SequenceError: lengths that are not lengths, or a prefix longer than its sequence.
+        DtypeError, SequenceError: lengths that are not lengths, or a prefix of a list longer than its sequence. What
+            only a call can know, from that call: another number of sequences, and lengths beyond its tokens (those of
+            tensors on other devices than the CPU are clamped: looking at them would wait).
         UnsupportedError: entered inside a compiled region, or while another thread's phase is active.
     """
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lattn_compile.errors import FileFormatError, LattnWarning, PolicyError, RecipeError, nearest
 from lattn_compile.formats import Fp8, Fp32, Int8, Nvfp4
+from lattn_compile.formats.base import Format
 from lattn_compile.modelopt_recipe import translate
 from lattn_compile.modes import (
     BlockDoubling,
@@ -258,6 +259,20 @@ def preset(name: str, argument: str) -> Policy:
     )
 
 
+def as_policy(policy: object, argument: str) -> Policy:
+    """A policy, or the preset of that name. PolicyError, which names the `argument`, for anything else."""
+    if isinstance(policy, str):
+        return preset(policy, argument)
+    if not isinstance(policy, Policy):
+        raise PolicyError(
+            argument,
+            got=repr(policy),
+            want="a Policy, or a preset's name",
+            remedy="One site has one policy: recipe.resolve(path)[1] is what a recipe has for it.",
+        )
+    return policy
+
+
 def resolve_recipe(policy: object, argument: str = "policy") -> Recipe:
     """Whatever a `policy=` option may be, as a `Recipe`.
 
@@ -282,11 +297,14 @@ def resolve_recipe(policy: object, argument: str = "policy") -> Recipe:
     elif isinstance(policy, str):
         policy = preset(policy, argument)
     if not isinstance(policy, Policy):
+        remedy = "Start from a preset: " + ", ".join(PRESETS) + "."
+        if isinstance(policy, Format):
+            remedy = f"A format is a part of a policy: lc.Policy(lc.{type(policy).__name__}(...), write=...)."
         raise RecipeError(
             argument,
             got=repr(policy),
             want="a Recipe, a Policy, a dict, a preset's name or the path of a recipe's JSON file",
-            remedy="Start from a preset: " + ", ".join(PRESETS) + ".",
+            remedy=remedy,
         )
     return Recipe(rules=(("*", policy),))
 

@@ -124,6 +124,40 @@ def test_inspect_takes_a_module_and_its_arguments() -> None:
     assert "exact prefill" in " ".join(report.notes)
 
 
+def test_inspect_takes_a_model_that_returns_a_cache_and_leaves_it_as_it_was() -> None:
+    model, linear_layers = tiny_models.build("qwen3_next", layers=3)
+    ids = torch.randint(2, 97, (1, 6))
+    report = lc.inspect(model, (ids,), policy="int8")
+    assert len(report.rewritten) == linear_layers
+    assert "nothing was changed: 'rewritten' is what" in report.notes[-1]
+    assert model(ids, use_cache=True).logits.shape == (1, 6, 97), "its own output again"
+
+
+class _Bag:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.first, self.more = x, {"more": [x + 1], "me": self}
+
+
+def test_inspect_finds_a_recurrence_of_which_an_object_keeps_the_outputs() -> None:
+    class Keeps(torch.nn.Module):
+        def forward(self, *x: torch.Tensor) -> Any:
+            o, state = lc.linear_attention(*x, output_final_state=True)
+            return {"o": _Bag(o), "n": 3, "state": _Bag(state)}
+
+    inputs = _layer_inputs()
+    (site,) = lc.inspect(Keeps(), inputs[:5], policy="int8").sites
+    assert site.policy
+
+
+def test_inspect_says_which_argument_no_export_takes() -> None:
+    class Takes(torch.nn.Module):
+        def forward(self, x: Any, *, cache: Any) -> Any:
+            return x + cache["a"].first
+
+    with pytest.raises(lc.LattnError, match=r"kwargs\['cache'\]\['a'\]: got an object of class _Bag; want tensors"):
+        lc.inspect(Takes(), (torch.ones(2),), {"cache": {"a": _Bag(torch.ones(2))}})
+
+
 def test_a_rule_that_hits_nothing_is_said() -> None:
     program = _export(_Suffix(), *_layer_inputs())
     with pytest.warns(lc.LattnWarning, match="matched no site"):

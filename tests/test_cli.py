@@ -395,6 +395,11 @@ def test_the_exit_code_of_the_demo_is_the_command_s(monkeypatch: pytest.MonkeyPa
     assert cli.main(["demo"]) == 2
 
 
+def test_python_runs_the_package_as_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "lattn_compile", "explain", "FOO"], capture_output=True, text=True)
+    assert done.returncode == 1 and "lattn-compile explain lists all codes" in done.stderr
+
+
 def test_the_console_script_points_at_main() -> None:
     entry = next(e for e in importlib.metadata.entry_points(group="console_scripts") if e.name == "lattn-compile")
     assert entry.load() is cli.main

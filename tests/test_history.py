@@ -155,6 +155,19 @@ def test_a_recompile_beyond_dynamos_limit_is_reported_as_skipped() -> None:
         with pytest.warns(lc.LattnWarning, match="recompile limit exceeded"):
             function(*inputs(7))
     assert len(report().skipped_frames) == 1
+    assert "recompile_limit before it is compiled, or call torch.compiler.reset()" in report().skipped_frames[0]
+
+
+def test_strict_refuses_to_run_uncompiled_beyond_dynamos_limit() -> None:
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for policy in ("int8", "fp8"):
+            torch.compile(layer, backend="lattn_compile", options={"policy": policy, "strict": True})(*inputs())
+        last = torch.compile(layer, backend="lattn_compile", options={"policy": "nvfp4", "strict": True})
+        for _ in range(2):  # and again: nothing is kept of it
+            with pytest.raises(RewriteError, match=r"would run uncompiled.*torch\.compiler\.reset\(\)"):
+                last(*inputs())
+        torch.compiler.reset()
+        last(*inputs())
 
 
 def test_reports_are_told_apart_between_threads() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import lattn_compile as lc
 from lattn_compile import backend
 from lattn_compile.errors import PhaseError, SequenceError
 from lattn_compile.testing.backend import recorded
+from tests import tiny_models
 from tests.passes.spelled.chunk_spellings import CHUNKED
 from tests.passes.spelled.harness import worst_error
 from tests.test_phase_spelled import B, H, K, Layer, T, V, compile_, inputs, loop, op, token
@@ -137,6 +139,10 @@ def test_as_many_lengths_as_sequences() -> None:
         compiled = compile_(loop)
         with pytest.raises(SequenceError, match="keep batch and heads on axes of their own"), lc.training_phase([3, 5]):
             compiled(*x)
+        ids = {"sequence_ids": [1, 2]}
+        with pytest.raises(SequenceError, match=r"sequence_ids: .*Give one a") as error, lc.training_phase(3, **ids):
+            compiled(*x)
+        assert "one int for all" not in str(error.value)
         with lc.training_phase(3):  # one for all goes
             assert worst_error(compiled(*x), op(*x)) < 1e-5
         torch._dynamo.reset()
@@ -148,6 +154,56 @@ def test_as_many_lengths_as_sequences() -> None:
             lc.training_phase([3, 5, 1]),
         ):
             compiled(*inputs(grad=False))
+
+
+class _Checkpointed(nn.Module):
+    def forward(self, *x: Tensor) -> Any:
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(_own_call, *x, use_reentrant=False)
+
+
+def _own_call(*x: Tensor) -> tuple[Tensor, Any]:
+    return lc.linear_attention(*x[:5], initial_state=x[5], scale=1.0, policy="int8")
+
+
+def _spelled(*x: Tensor) -> tuple[Tensor, Tensor]:
+    return loop(*x)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("layer", [_spelled, _own_call, _Checkpointed()], ids=["spelled", "own call", "checkpoint"])
+def test_lengths_of_another_batch_are_forgotten_with_the_call_that_was_refused(layer: Any, fullgraph: bool) -> None:
+    def inputs_of(batch: int) -> tuple[Tensor, ...]:
+        return tuple(y[:1].expand(batch, *y.shape[1:]).clone() for y in inputs(grad=False))
+
+    compiled = torch.compile(layer, backend="lattn_compile", fullgraph=fullgraph, options={"policy": "int8"})
+    with recorded() as record, torch.no_grad():
+        for batch, wrong, right in [(2, [3], [3, 5]), (3, [3, 5], [3, 5, 1]), (4, [3, 5], [3, 5, 1, 0])]:
+            x = inputs_of(batch)
+            with pytest.raises(SequenceError, match="prefix_lengths") as error, lc.training_phase(wrong):
+                compiled(*x)
+            assert re.search(rf"got .*{len(wrong)}\D.*want .*{batch}\D", str(error.value)), error.value
+            with lc.training_phase(right):
+                assert worst_error(compiled(*x)[:1], op(*x)[:1]) < 1e-5
+    assert not record.report.graph_breaks and not record.report.skipped_frames
+
+
+def test_a_model_trains_on_after_lengths_of_another_batch() -> None:
+    """A library's function knows nothing of a phase: run eagerly, in place of a refusal, it would train exactly."""
+    model, _ = tiny_models.build("qwen3_next", layers=2)
+    ids = torch.arange(2 * T).reshape(2, T)
+    compiled = torch.compile(model, backend="lattn_compile", options={"policy": "int8"})
+    with recorded() as record:
+        with (
+            pytest.raises(SequenceError, match=r"prefix_lengths: got shape \[1\]; want .*\[2\]"),
+            lc.training_phase([3]),
+        ):
+            compiled(ids, use_cache=False)
+        with lc.training_phase([3, 5]):
+            compiled(ids, use_cache=False).logits.sum().backward()
+    assert [call.op for call in record.calls if call.op == "lattn::decode"]
+    assert not record.report.graph_breaks and not record.report.skipped_frames
 
 
 @pytest.mark.parametrize("grad", [True, False])

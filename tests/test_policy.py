@@ -394,3 +394,8 @@ file. Start from a preset: exact, int8, fp8, int8-replay, fp8-replay, nvfp4, fp8
     assert isinstance(error_of(lambda: resolve_recipe(Int8())), RecipeError)
     assert isinstance(error_of(lambda: resolve_recipe(Policy)), RecipeError)
     assert isinstance(error_of(lambda: resolve_recipe("recipe.json")), FileFormatError)
+
+
+def test_a_format_alone_is_no_policy_and_the_error_says_what_is() -> None:
+    with pytest.raises(RecipeError, match=r"got Int8\(.*A format is a part of a policy: lc\.Policy\(lc\.Int8\("):
+        resolve_recipe(Int8())

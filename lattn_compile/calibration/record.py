@@ -205,7 +205,7 @@ class Recorder:
         rewritten, appended = context.module, tuple(context.appended)
 
         def run(*args: Any) -> Any:
-            active = dict(zip(lengths.NAMES, lengths.active(), strict=True))
+            active = dict(zip(phase.NAMES, lengths.active(), strict=True))
             return rewritten(*args, *(active[name] for name in appended))
 
         return torch.compiler.disable(run)  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lattn_compile import phase
-from lattn_compile.errors import ShapeError
+from lattn_compile.errors import SequenceError, ShapeError
 from lattn_compile.phase import Lengths
 
 __all__ = ["all_prefix", "suffix_kl", "swapped"]
@@ -60,7 +60,8 @@ def suffix_kl(
     Returns:
         A scalar, 0 (with zero gradients) if there is no suffix token.
     Raises:
-        ShapeError: logits of two shapes. DtypeError, SequenceError: lengths that are not lengths.
+        ShapeError: logits of two shapes. DtypeError, SequenceError: lengths that are not lengths, or of another number
+            of sequences.
     """
     if student.shape != teacher.shape or student.dim() != 3:
         raise ShapeError(
@@ -74,6 +75,13 @@ def suffix_kl(
     suffix = torch.ones_like(where, dtype=torch.bool)
     for name, lengths in (("prefix_lengths", prefix_lengths), ("sequence_lengths", sequence_lengths)):
         if (n := phase.as_lengths(name, lengths)) is not None:
+            if n.dim() and n.shape[0] != batch:
+                raise SequenceError(
+                    name,
+                    got=f"shape {list(n.shape)}",
+                    want=f"a scalar or [B] = [{batch}], one a sequence of logits {list(student.shape)}",
+                    remedy="Give what the phase around the student's call was given.",
+                )
             n = n.to(student.device).view(-1, 1)
             suffix = suffix & (where >= n if name == "prefix_lengths" else where < n)
     wide = torch.float64 if student.dtype is torch.float64 else torch.float32

@@ -43,7 +43,7 @@ from lattn_compile.recurrence import KINDS
 __all__ = ["PackedCaches", "PackedLayer", "cache_bytes", "packed_cache", "quantize_cache", "unquantize_cache"]
 
 _SITE = "_lattn_packed_site"
-_CACHES = "_lattn_packed_caches"  # of a model: the `PackedCaches` in force
+_CACHES = "_lattn_packed_caches"  # of a model: its `PackedCaches`, of which the last is in force
 _PREPARE = "prepare_inputs_for_generation"
 # By name, because Dynamo of torch 2.11 does not trace through an object's `__dict__`.
 _OF_A_LAYER = tuple(name for name in vars(LinearAttentionLayer()) if name != "recurrent_states")
@@ -53,7 +53,8 @@ _OF_A_LAYER = tuple(name for name in vars(LinearAttentionLayer()) if name != "re
 class Site:
     """What the cache of one layer of the model is to do.
 
-    `serving` is kept as long as a cache layer, or a copy of one, can be passed to a model.
+    `serving` is kept as long as a cache layer, or a copy of one, can be passed to a model. `repeats`: how often a key
+    head stands in a call's queries and keys.
     """
 
     id: str
@@ -61,6 +62,7 @@ class Site:
     call: Call
     number: int
     serving: capture.Serving
+    repeats: int = 1
 
 
 class PackedLayer(LinearAttentionLayer):
@@ -86,12 +88,26 @@ class PackedLayer(LinearAttentionLayer):
         state = states[state_idx]
         if state is None:
             state = QuantizedState(self.site.policy, site_id=self.site.number, call=self.site.call)
+            state.repeats = self.site.repeats
             states[state_idx] = state
             self.is_recurrent_states_initialized[state_idx] = True
         state.stage(recurrent_states, seen=self.seen)
         if not torch.compiler.is_compiling():
             _settle(state, recurrent_states)
         return state
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """What a layer of attention asks of its cache.
+
+        Raises:
+            StateError: always: the cache was made for another model.
+        """
+        raise StateError(
+            "cache",
+            got=f"one whose layer here is packed for {self.site.id}, from a layer that keeps keys and values",
+            want="a cache made for this model",
+            remedy="Make it with packed_cache(model, recipe) of the model that is called.",
+        )
 
     def _states(self) -> dict[int, Any]:
         return self.recurrent_states
@@ -154,6 +170,8 @@ def _settle(state: QuantizedState, final: Tensor) -> None:
     if made is not None or state.heads is not None:
         heads, rule = (state.heads, state.rule) if made is None else made[:2]
         assert heads is not None
+        if made is not None and heads.H == heads.HV:
+            heads = heads._replace(H=heads.H // state.repeats)
         state.encode(heads, rule)
         for name, x in state.held().items():
             if name != "exact":
@@ -170,26 +188,27 @@ class PackedCaches:
     def __init__(self, model: nn.Module, sites: list[tuple[nn.Module, Site | None]]) -> None:
         self.model = model
         self.sites = {site.id: site.policy for _, site in sites if site is not None}
-        self._hooks = []
-        for module, site in sites:
+        self._layers = sites
+        self._hooks: list[tuple[nn.Module, Any]] = []
+        self._begins: types.MethodType | None = None
+        stack: list[PackedCaches] = model.__dict__.setdefault(_CACHES, [])
+        if stack:
+            stack[-1]._rest()
+        stack.append(self)
+        self._serve()
+
+    def _serve(self) -> None:
+        for module, site in self._layers:
             if site is not None:
                 object.__setattr__(module, _SITE, site)
                 self._hooks.append((module, module.register_forward_pre_hook(_before, with_kwargs=True)))
-        if all(site is not None for _, site in sites):
-            assisted.allow(model)
-        self._begins = _begin_between_calls(model)
-        object.__setattr__(model, _CACHES, self)
+        if all(site is not None for _, site in self._layers):
+            assisted.allow(self.model)
+        self._begins = _begin_between_calls(self.model)
         # Dynamo guards no hook that was added since: code compiled before would go on without it.
         torch.compiler.reset()
 
-    def remove(self) -> None:
-        """Caches that are made from now on hold tensors again; a packed cache that is there already goes on as it is.
-
-        Removing twice, or what a later `quantize_cache` replaced, does nothing.
-        """
-        if self.model.__dict__.get(_CACHES) is not self:
-            return
-        self.model.__dict__.pop(_CACHES)
+    def _rest(self) -> None:
         assisted.forbid(self.model)
         if self._begins is not None and self.model.__dict__.get(_PREPARE) == self._begins:
             self.model.__dict__.pop(_PREPARE)
@@ -197,7 +216,26 @@ class PackedCaches:
             hook.remove()
             module.__dict__.pop(_SITE)
         self._hooks = []
-        torch.compiler.reset()
+
+    def remove(self) -> None:
+        """Caches that are made from now on are as they were before: tensors, or what an earlier `quantize_cache` made
+        of them, unless that was removed meanwhile. A packed cache that is there already goes on as it is.
+
+        Removing twice does nothing.
+        """
+        stack: list[PackedCaches] = self.model.__dict__.get(_CACHES, [])
+        if self not in stack:
+            return
+        in_force = stack[-1] is self
+        stack.remove(self)
+        if not stack:
+            self.model.__dict__.pop(_CACHES)
+        if in_force:
+            self._rest()
+            if stack:
+                stack[-1]._serve()
+            else:
+                torch.compiler.reset()
 
     def __enter__(self) -> PackedCaches:
         return self
@@ -206,7 +244,10 @@ class PackedCaches:
         self.remove()
 
     def __repr__(self) -> str:
-        state = f"{len(self.sites)} layers" if self._hooks else "removed"
+        stack = self.model.__dict__.get(_CACHES, [])
+        state = f"{len(self.sites)} layers" if self in stack else "removed"
+        if self in stack[:-1]:
+            state += ", behind a later one"
         return f"PackedCaches({type(self.model).__name__}, {state})"
 
 
@@ -218,8 +259,8 @@ def quantize_cache(model: nn.Module, recipe: Recipe | Policy | Mapping[str, Any]
             model.generate(...)
 
     `generate()`, Dynamic and Static caches, beams, and a cache that the caller made work as before, in eager code and
-    under `torch.compile`. Calls without a cache (training) are not touched. Call it again to change the recipe, with
-    "exact" to store fp32: what was there before is removed, and does not come back when the new one is.
+    under `torch.compile`. Calls without a cache (training) are not touched. Called again, the later recipe counts, and
+    the earlier one again when that is removed ("exact" stores fp32); `unquantize_cache(model)` removes them all.
 
     Args:
         model: a model of transformers with layers of linear attention.
@@ -231,15 +272,12 @@ def quantize_cache(model: nn.Module, recipe: Recipe | Policy | Mapping[str, Any]
         LattnError: no recipe, or no layer of linear attention. RecipeError, PolicyError: not a valid recipe, or one
         with a `Chunk` policy. UnsupportedError: a part that is not built for packed states.
     """
-    model, sites = _uncompiled(model), _sites(model, recipe)
-    unquantize_cache(model)
-    return PackedCaches(model, sites)
+    return PackedCaches(_uncompiled(model), _sites(model, recipe))
 
 
 def unquantize_cache(model: nn.Module) -> nn.Module:
-    """Undoes `quantize_cache`, whoever holds what that returned. Returns `model`."""
-    caches = _uncompiled(model).__dict__.get(_CACHES)
-    if caches is not None:
+    """Undoes every `quantize_cache`, whoever holds what that returned. Returns `model`."""
+    for caches in list(_uncompiled(model).__dict__.get(_CACHES, ())):
         caches.remove()
     return model
 
@@ -323,7 +361,7 @@ def _sites(
                 want="rounding='nearest' where heads are cut",
                 remedy=reason("HEADS_CUT").remedy,
             )
-        sites.append((module, None if policy is None else _site(name, policy, number)))
+        sites.append((module, None if policy is None else _site(name, policy, number, _repeats(module))))
     if all(site is None for _, site in sites):
         warnings.warn(
             f"the recipe has no policy for any layer of this model ({found[0][0]}/{found[0][2]}#0, ...): its caches "
@@ -334,7 +372,7 @@ def _sites(
     return sites
 
 
-def _site(name: str, policy: Policy, number: int) -> Site:
+def _site(name: str, policy: Policy, number: int, repeats: int) -> Site:
     if policy.gate is not None:
         raise UnsupportedError(
             "recipe",
@@ -342,7 +380,21 @@ def _site(name: str, policy: Policy, number: int) -> Site:
             want="gate=None: a prefill in eager code is the library's own, and rounds no gate",
             remedy="Drop gate; this version does nothing in its place.",
         )
-    return Site(name, policy, call_of(policy), number, capture.serve_eagerly())
+    return Site(name, policy, call_of(policy), number, capture.serve_eagerly(), repeats)
+
+
+def _repeats(module: nn.Module) -> int:
+    """How often the module's own code repeats a key head, one behind the other, before it calls the library: up to
+    transformers 5.17 Qwen3-Next's does, which a state that holds keys need not. 1 of code that is not the library's,
+    whose `repeat_interleave` may be for something else."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    keys, values = (getattr(module, name, None) for name in ("num_k_heads", "num_v_heads"))
+    if code is None or "repeat_interleave" not in code.co_names or not forward.__module__.startswith("transformers."):
+        return 1
+    if isinstance(keys, int) and isinstance(values, int) and keys > 0 and values % keys == 0:
+        return values // keys
+    return 1
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

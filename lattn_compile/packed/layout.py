@@ -54,7 +54,12 @@ _SCALED = ("fp8_e4m3", "int8")  # factors that are stored with a scale
 
 
 class Heads(NamedTuple):
-    """The sizes of one site, and which gates it has: what a stored state's shapes follow from beside the policy."""
+    """The sizes of one site, and which gates it has: what a stored state's shapes follow from beside the policy.
+
+    Attributes:
+        H, HV: key and value heads. K, V: sizes of a key and of a value. decay: "none", "head" or "channel". has_beta:
+            whether writes have a strength.
+    """
 
     H: int
     HV: int

@@ -53,7 +53,7 @@ def _checked(name: str, site: object) -> tuple[Policy, Heads]:
             f"sites[{name!r}]",
             got=repr(site),
             want="a policy, or a preset's name, and the layer's Heads",
-            remedy="(lc.Policy(...), lattn_compile.packed.layout.Heads(H, HV, K, V, decay, beta)).",
+            remedy="(lc.Policy(...), lc.Heads(H, HV, K, V, decay, has_beta)).",
         )
     return policy, heads
 
@@ -62,9 +62,8 @@ class StatePool:
     """Slots of packed states, `[slots, HV, ...]` for each site.
 
     Args:
-        sites: by name, the policy (or a preset's name) and the sizes of each layer's recurrence, an
-            `lattn_compile.packed.layout.Heads`; the order numbers the sites for stochastic rounding. rules: by name,
-            where the rule is not "delta".
+        sites: by name, the policy (or a preset's name) and the sizes of each layer's recurrence, an `lc.Heads`; the
+            order numbers the sites for stochastic rounding. rules: by name, where the rule is not "delta".
         slots: how many sequences may live at a time. v_first: codes lie in memory as `[slots, HV, V, K]`.
 
     Raises:

@@ -10,12 +10,12 @@ would then be compiled twice, once for either layout, so the copy is spelled out
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import fx
 
+from lattn_compile.mutation import written_by
 from lattn_compile.passes.context import PassContext, SiteNode, nodes_of, shape_of, value_of
 
 
@@ -62,11 +62,6 @@ def _repeated(node: Any) -> tuple[fx.Node, int] | None:
     return x, repeats
 
 
-_IN_PLACE_OPERATORS = frozenset(
-    f for name, f in vars(operator).items() if name == "setitem" or (name[0] == "i" and f"__{name}__" in vars(operator))
-)
-
-
 def _written_between(first: fx.Node, last: fx.Node) -> bool:
     """Whether anything between two nodes of one graph may write to a tensor.
 
@@ -82,19 +77,7 @@ def _written_between(first: fx.Node, last: fx.Node) -> bool:
 
 
 def _may_write(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        name = str(node.target)
-        return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    if node.op != "call_function":
-        return node.op == "call_module"
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
-    if isinstance(target, torch._ops.HigherOrderOperator) or target in _IN_PLACE_OPERATORS:
-        return True
-    # F.relu(x, True) writes as well; that a True says something else is no harm.
-    literal = any(x is True for x in node.args) or bool(node.kwargs.get("inplace"))
-    return "out" in node.kwargs or literal or getattr(target, "__name__", "_").endswith("_")
+    return isinstance(node.target, torch._ops.HigherOrderOperator) or written_by(node) != []
 
 
 def _spell_out_copy(node: fx.Node) -> None:

@@ -20,14 +20,14 @@ from torch import Tensor, fx
 
 from lattn_compile import phase
 from lattn_compile.errors import LattnError, PhaseError, SequenceError
+from lattn_compile.ops.validate import hint_of, told
 from lattn_compile.passes.context import PassContext, SiteNode, bodies_of, graph_modules_of, shape_of, value_of
 from lattn_compile.passes.spelled.aten import SHAPE_ONLY, name_of
 from lattn_compile.passes.spelled.labels import same_size
 from lattn_compile.passes.spelled.proposal import Proposal
 from lattn_compile.passes.spelled.writer import Writer, fake_mode_of
 
-PREFIX, SEQUENCE, POSITION, IDS = NAMES = ("prefix_lengths", "sequence_lengths", "position", "sequence_ids")
-"""Arguments of the ops, in the order of `phase.current()` and `phase.current_identity()`."""
+PREFIX, SEQUENCE, POSITION, _ = phase.NAMES
 
 _LOOPS = ("scan", "while_loop", "associative_scan")
 
@@ -49,7 +49,7 @@ def run(context: PassContext) -> None:
     sites = [site for site in reached if site.proposal is not None]
     if not sites:
         return
-    given = {name: x for name, x in zip(NAMES, active(), strict=True) if x is not None}
+    given = {name: x for name, x in zip(phase.NAMES, active(), strict=True) if x is not None}
     flow = _Flow(regions, reached)
     inputs = _Inputs(context, regions, given, sites)
     for site in sites:
@@ -61,7 +61,7 @@ def run(context: PassContext) -> None:
 
 
 def active() -> tuple[Tensor | None, ...]:
-    """The active phase's tensors, in the order of `NAMES`."""
+    """The active phase's tensors, in the order of `phase.NAMES`."""
     return *phase.current(), *phase.current_identity()
 
 
@@ -190,7 +190,7 @@ class _Inputs:
         self._count = next((x.shape[0] for x in given.values() if x.dim()), None)
         self._mode = fake_mode_of(regions.root)
         # As the graph knows it: a symbol where the batch is one.
-        self._sequences = next((n for s in sites if _hint(n := _sequences(s)) == self._count), self._count)
+        self._sequences = next((n for s in sites if hint_of(n := _sequences(s)) == self._count), self._count)
 
     def check(self, site: SiteNode) -> None:
         """Raises PhaseError, SequenceError where the lengths cannot be those of a site."""
@@ -202,13 +202,14 @@ class _Inputs:
                 want="a recurrence over all tokens: a loop's body does not know which token it is at",
                 remedy="Call lc.linear_attention there, or leave the phase: all its tokens are then suffix.",
             )
-        if self._count is not None and _hint(_sequences(site)) != self._count:
+        if self._count is not None and hint_of(_sequences(site)) != self._count:
             name = next(name for name, x in self.given.items() if x.dim())
+            one = "" if name == "sequence_ids" else "one int for all, "
             raise SequenceError(
                 name,
-                got=f"{self._count} numbers in lc.training_phase",
-                want=f"{_sequences(site)}, the sequences of {site.id} as its code lays them out",
-                remedy="Give one int for all, or keep batch and heads on axes of their own in that layer.",
+                got=f"{self._count} number{'s' if self._count > 1 else ''} in lc.training_phase",
+                want=f"{told(_sequences(site))}, the sequences of {site.id} as its code lays them out",
+                remedy=f"Give {one}one a sequence, or keep batch and heads on axes of their own in that layer.",
             )
 
     def node(self, name: str, graph: fx.Graph) -> fx.Node:
@@ -251,13 +252,6 @@ def _sequences(site: SiteNode) -> Any:
     shape = shape_of(site.arguments["k"])
     assert shape is not None
     return shape[0]
-
-
-def _hint(size: Any) -> int | None:
-    """The size that a graph was traced with, None if nobody knows it."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    return size.node.hint if size.node.has_hint() else None  # type: ignore[no-any-return]
 
 
 # States.
@@ -354,6 +348,8 @@ class _Flow:
         if node in self._outputs or name_of(node) in SHAPE_ONLY:
             return []
         inputs = [(x, way) for x in node.all_input_nodes]
+        if node.target is torch.ops.aten.where.ScalarOther:  # a state, and the mask that clears it
+            inputs = [(x, way) for x in node.args[1:2] if isinstance(x, fx.Node)]
         inner = node.args[0] if node.target is operator.getitem else None
         if node.op == "placeholder":
             region = way[-1]

@@ -25,6 +25,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from lattn_compile.errors import Reason, reason
+from lattn_compile.mutation import written_by
 from lattn_compile.passes.context import bodies_of, value_of
 
 if TYPE_CHECKING:
@@ -133,8 +134,9 @@ class _Copier:
     def copy_of(self, module: fx.GraphModule, name: str) -> _Made:
         """The copy of one graph; a body that several regions share is copied once."""
         if (made := self._made.get(id(module))) is None:
-            why = _not_traceable(module)
-            made = self._made[id(module)] = self._plain(module, name, why) if why else self._traced(module, name)
+            bare = _without_autocast_off(module)
+            why = _not_traceable(bare)
+            made = self._made[id(module)] = self._plain(bare, name, why) if why else self._traced(bare, name)
         return made
 
     def _traced(self, module: fx.GraphModule, name: str) -> _Made:
@@ -159,17 +161,18 @@ class _Copier:
             kind = _kind(node)
             if kind not in _UNITS and kind not in _SEALED:
                 raise NotNormalized(f"the region {kind} is not known")
-            made = {attr: self._body(kind, body, f"{name}.{attr}".strip(".")) for attr, body in bodies.items()}
+            unit = kind in _UNITS or _turns_autocast_off(node)
+            made = {attr: self._body(kind, body, f"{name}.{attr}".strip("."), unit) for attr, body in bodies.items()}
             if any(m.writes for m in made.values()):
                 raise NotNormalized(f"a {kind} region writes to its inputs")
             if any(m.aliases for m in made.values()):
                 aliasing.add(node)
             regions[node] = {attr: m.module for attr, m in made.items()}
-        writes = {n: _written_by(n) for n in module.graph.nodes if _may_write(n)}
+        writes = {n: n.all_input_nodes if to is None else to for n in module.graph.nodes if (to := written_by(n)) != []}
         return HOOKS.trace(module, regions, frozenset(aliasing), writes, self._known)
 
-    def _body(self, kind: str, body: fx.GraphModule, name: str) -> _Made:
-        if kind in _UNITS:
+    def _body(self, kind: str, body: fx.GraphModule, name: str, unit: bool) -> _Made:
+        if unit:
             return self.copy_of(body, name)
         if (made := self._made.get(id(body))) is None:
             made = self._made[id(body)] = self._sealed(body)
@@ -179,7 +182,7 @@ class _Copier:
 
     def _sealed(self, module: fx.GraphModule) -> _Made:
         copied = copy_graph_module(module, {})
-        return _Made(copied, False, any(_may_write(n) for g in _graphs_in(copied) for n in g.nodes), True)
+        return _Made(copied, False, any(written_by(n) != [] for g in _graphs_in(copied) for n in g.nodes), True)
 
     def _plain(self, module: fx.GraphModule, name: str, why: Reason) -> _Made:
         """A copy as it is; bodies of its regions may still be normalised, unless their meaning depends on it."""
@@ -190,11 +193,11 @@ class _Copier:
         for node, named in _regions_of(module):
             for attr, body in named.items():
                 kind = _kind(node)
-                known = kind in _UNITS
+                known = kind in _UNITS or _turns_autocast_off(node)
                 made = self.copy_of(body, f"{name}.{attr}".strip(".")) if known else self._sealed(body)
                 bodies[id(body)] = made.module
         copied = copy_graph_module(module, bodies)
-        return _Made(copied, False, any(_may_write(n) for g in _graphs_in(copied) for n in g.nodes), True)
+        return _Made(copied, False, any(written_by(n) != [] for g in _graphs_in(copied) for n in g.nodes), True)
 
 
 def _guards_of(module: fx.GraphModule) -> list[fx.Node]:
@@ -297,6 +300,29 @@ _AMBIENT = {
 }
 
 
+def _turns_autocast_off(node: fx.Node) -> bool:
+    """Whether a region, or what enters one, keeps casts away that there are none of around it either: its ops are what
+    they say. Dynamo's guards and the region itself hold that for later runs."""
+    if _kind(node) != "wrap_with_autocast" and getattr(node.target, "__name__", "") != "_enter_autocast":
+        return False
+    device, _, enabled = (*node.args, None, None, None)[:3]
+    return enabled is False and isinstance(device, str) and not torch.is_autocast_enabled(device)
+
+
+def _without_autocast_off(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph of Dynamo without the calls that turn autocast off and on again, if it has no others; else itself."""
+    enters = [n for n in module.graph.nodes if getattr(n.target, "__name__", "") == "_enter_autocast"]
+    dynamos = any("example_value" in n.meta for n in module.graph.nodes if n.op == "placeholder")
+    if not enters or not dynamos or not all(map(_turns_autocast_off, enters)):
+        return module
+    made = copy_graph_module(module, {})
+    for node in reversed(made.graph.nodes):
+        if getattr(node.target, "__name__", "") in ("_enter_autocast", "_exit_autocast"):
+            made.graph.erase_node(node)
+    made.recompile()
+    return made
+
+
 def _not_traceable(module: fx.GraphModule) -> Reason | None:
     """Why a graph is not even tried."""
     for node in module.graph.nodes:
@@ -311,34 +337,6 @@ def _not_traceable(module: fx.GraphModule) -> Reason | None:
         elif node.op == "placeholder" and not ("val" in node.meta or "example_value" in node.meta):
             return reason("NOT_NORMALIZED", f"the input {node.name} has no example value")
     return None
-
-
-def _may_write(node: fx.Node) -> bool:
-    """Whether a node of a graph that was not normalised may write to a tensor."""
-    if node.op == "call_method":
-        name = str(node.target)
-        return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    if node.op != "call_function" or node.target is HOOKS.set_grad_enabled:
-        return node.op == "call_module"
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    name = getattr(node.target, "__name__", "_")
-    inplace = bool(node.kwargs.get("inplace")) or any(x is True for x in node.args)
-    own = getattr(node.target, "__module__", "") == "_operator" and (name == "setitem" or name[0] == "i")
-    return own or inplace or "out" in node.kwargs or name.endswith("_")
-
-
-def _written_by(node: fx.Node) -> list[fx.Node]:
-    """What a node that may write may write to."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        named = zip(node.target._schema.arguments, node.args, strict=False)
-        where = [x for a, x in named if a.alias_info is not None and a.alias_info.is_write]
-        found: list[fx.Node] = []
-        fx.map_arg((where, node.kwargs), found.append)
-        return found
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    first = name.endswith("_") or name == "setitem" or node.kwargs.get("inplace") is True
-    return [node.args[0]] if first and isinstance(node.args[0], fx.Node) else node.all_input_nodes
 
 
 def _assemble(original: fx.GraphModule, trace: Trace) -> fx.GraphModule:

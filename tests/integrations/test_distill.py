@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import lattn_compile as lc
+from lattn_compile.errors import SequenceError
 from lattn_compile.integrations.distill import all_prefix, suffix_kl, swapped
 from lattn_compile.testing.backend import Record, recorded
 from tests import tiny_models
@@ -70,6 +71,15 @@ def test_the_kl_of_a_model_with_itself_is_zero_and_half_precision_is_computed_in
     assert half.item() == pytest.approx(suffix_kl(_logits(0), _logits(1), 0).item(), rel=0.02)
     with pytest.raises(lc.LattnError, match=r"teacher: got \[3, 6, 4\] beside \[3, 6, 5\]"):
         suffix_kl(_logits(0), _logits(1)[..., :4], 0)
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 2], [1, 2, 3, 4]])
+def test_the_kl_takes_one_length_or_one_a_sequence(lengths: list[int]) -> None:
+    want = rf"got shape \[{len(lengths)}\]; want a scalar or \[B\] = \[3\], one a sequence of logits \[3, 6, 5\]"
+    with pytest.raises(SequenceError, match="prefix_lengths: " + want):
+        suffix_kl(_logits(0), _logits(1), lengths)
+    with pytest.raises(SequenceError, match="sequence_lengths: " + want):
+        suffix_kl(_logits(0), _logits(1), 0, torch.tensor(lengths))
 
 
 def test_swapped_weights_are_the_others_inside_and_the_same_bits_afterwards_also_after_an_error() -> None:

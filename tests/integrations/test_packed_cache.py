@@ -164,7 +164,10 @@ def test_what_quantize_cache_did_is_undone_when_nobody_needs_it() -> None:
     with quantize_cache(model, "int8") as caches:
         assert [*caches.sites.values()] == [lc.PRESETS["int8"]] and _functions() != before
         cache = _cache(_generate(model, ids, 4))
-        assert isinstance(cache.layers[0].recurrent_states[0], QuantizedState)
+        state = cache.layers[0].recurrent_states[0]
+        assert isinstance(state, QuantizedState) and state.heads is not None
+        assert model.config.linear_num_key_heads == state.heads.H, "the model of some versions repeats them"
+        del state
     assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
     assert not any("_lattn_packed" in name for m in model.modules() for name in m.__dict__)
     got = _generate(model, ids, 4)
@@ -200,6 +203,41 @@ def test_removing_what_was_replaced_removes_nothing() -> None:
     second.remove()
     second.remove()
     assert isinstance(_cache(model(_ids(), use_cache=True)).layers[0].recurrent_states[0], torch.Tensor)
+
+
+def test_a_recipe_that_was_set_aside_counts_again() -> None:
+    model, _ = tiny_models.build("qwen3_next", layers=2)
+    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
+
+    def stored() -> Any:
+        state = _cache(model(_ids(), use_cache=True)).layers[0].recurrent_states[0]
+        return state.policy if isinstance(state, QuantizedState) else None
+
+    with quantize_cache(model, "int8") as outer:
+        with quantize_cache(model, "fp8"):
+            assert stored() == lc.PRESETS["fp8"] and "behind a later one" in repr(outer)
+            with quantize_cache(model, lc.Recipe(rules=[("*", lc.Policy(write=lc.Exact()))])):
+                assert stored().write == lc.Exact()
+            assert stored() == lc.PRESETS["fp8"]
+        assert stored() == lc.PRESETS["int8"] and "behind" not in repr(outer)
+        cache = _cache(_generate(model, _ids(), 4))
+        assert cache.layers[0].recurrent_states[0].policy == lc.PRESETS["int8"]
+        quantize_cache(model, "fp8")
+        quantize_cache(model, "nvfp4")
+        unquantize_cache(model)
+        assert stored() is None and "removed" in repr(outer)
+    assert stored() is None
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert not any("_lattn_packed" in name for m in model.modules() for name in m.__dict__)
+
+
+def test_a_packed_cache_of_another_model_is_refused() -> None:
+    (model, _), (other, _) = (tiny_models.build("qwen3_next", layers=n) for n in (2, 3))
+    key = "cache" if _generate(model, _ids(), 1).get("cache") is not None else "past_key_values"
+    with pytest.raises(
+        StateError, match=r"cache: got .*layers\.1\.linear_attn.* want .* packed_cache\(model, recipe\)"
+    ):
+        _generate(model, _ids(), 4, **{key: packed_cache(other, "int8")})
 
 
 @pytest.mark.parametrize("longest", [None, 40], ids=["dynamic", "static"])
