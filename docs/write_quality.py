@@ -1,4 +1,4 @@
-"""Fills in the tables of `quality.md` and of the README and draws the plots, from `quality.json` and
+"""Fills in the tables of `quality.md`, `quality_rows.md` and of the README and draws the plots, from `quality.json` and
 `generate_nvidia_h200.jsonl` in `benchmarks/results`.
 
 Run it after measuring: `python docs/write_quality.py`. Tables stand between `<!-- quality: NAME -->` and
@@ -50,6 +50,7 @@ from docs.quality_trainings import (  # noqa: E402
     recovered,
 )  # fmt: skip
 
+PAGES = ("docs/quality.md", "docs/quality_rows.md", "README.md")
 LOST = "exact, prefix lost"
 
 
@@ -296,7 +297,7 @@ def readme(r: Results) -> str:
             costs = spread(x["cost"] for x in r.some(model, name, weights="control"))
             cells += [pm(costs), left(model, name)]
         rows.append([name, " / ".join(dict.fromkeys(bytes_of(model, name) for model in r.models)), *cells])
-    heads = ["state", "bytes a value"]
+    heads = ["state", f"bytes a value: {' / '.join(SHORT[model] for model in r.models)}"]
     for model in r.models:
         heads += [f"{NAMES[model]}: change", "after QAT"]
     before, last = horizons(r)[-2:]
@@ -421,7 +422,7 @@ def filled(text: str, results: Results) -> str:
 def pages(data: dict[str, Any]) -> dict[str, str]:
     """Every file that this script writes, by its path from the root folder."""
     results = Results(data, read_rows(GENERATE), json.loads(BEFORE.read_text(encoding="utf-8"))["runs"])
-    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/quality.md", "README.md")}
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
     return {**{name: filled(text, results) for name, text in texts.items()}, **plots(results)}
 
 
