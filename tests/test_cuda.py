@@ -219,7 +219,7 @@ def test_auto_takes_the_prefill_kernels_for_what_was_proven(kind: str, dtype: to
     x = make_inputs(kind, lengths=[70, 0, 90], seed=5)
     found = {}
     prefill = {"prefill_operands": "kk=int8,qk=int8,kv=int8", "prefill_inverse": "block_doubling(8)"}
-    for implementation in ("auto", "reference"):
+    for implementation in ("triton", "reference"):  # by channel auto takes K = V = 128 alone
         cuda = [t if t is None else t.cuda() for t in x.tensors()]
         cuda[:3] = [t if t is None else t.to(dtype) for t in cuda[:3]]
         leaves = [t.requires_grad_() for t in cuda if t is not None and t.is_floating_point()]
@@ -228,7 +228,7 @@ def test_auto_takes_the_prefill_kernels_for_what_was_proven(kind: str, dtype: to
         found[implementation] = [o, final, *torch.autograd.grad(o.float().square().sum() + final.sum(), leaves)]
     work = Work(torch.device("cuda"), torch.float32, x.q.shape[-1], x.v.shape[-1], None, inputs=dtype)
     assert choose_prefill("auto", work, lc.Prefill({"kk": "int8", "qk": "int8"})) == "triton"
-    for mine, theirs in zip(found["auto"], found["reference"], strict=True):
+    for mine, theirs in zip(found["triton"], found["reference"], strict=True):
         # A code that falls the other way is a step of 1/127 of its row.
         assert (mine - theirs).norm() <= 1e-2 * theirs.norm() + 1e-6
 

@@ -248,7 +248,7 @@ def _is_proven_prefill(work: Work, wanted: Prefill) -> bool:
     known = work.inputs in _PROVEN_PREFILL_INPUTS
     if work.by_channel:
         known = known and work.rule == "delta" and wanted.formats.get("kk") == wanted.formats.get("qk")
-        known = known and max(work.key_dim, work.value_dim) <= _PROVEN_PREFILL_CHANNELS
+        known = known and work.key_dim == work.value_dim == _PROVEN_PREFILL_CHANNELS
     return known
 
 

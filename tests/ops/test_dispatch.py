@@ -59,10 +59,11 @@ def test_a_rounded_prefill_is_taken_for_what_was_proven(monkeypatch: pytest.Monk
     assert chosen(device=torch.device("cpu")) == "reference" and chosen(growth=True) == "reference"
     with pytest.raises(UnsupportedError, match="growth"):
         chosen("triton", growth=True)
-    # Under a decay by channel the delta rule, with one format for pairs of tokens and K and V up to 128.
-    assert chosen(wanted=one, by_channel=True) == "triton" and chosen(rule="additive") == "triton"
-    assert chosen(by_channel=True) == chosen(wanted=one, by_channel=True, rule="additive") == "reference"
-    assert chosen(wanted=one, by_channel=True, value_dim=256) == "reference" and chosen(value_dim=256) == "triton"
+    # Under a decay by channel the delta rule, with one format for pairs of tokens and K = V = 128.
+    square = {"by_channel": True, "key_dim": 128, "value_dim": 128}
+    assert chosen(wanted=one, **square) == "triton" and chosen(rule="additive") == "triton"
+    assert chosen(**square) == chosen(wanted=one, **square, rule="additive") == "reference"
+    assert chosen(wanted=one, **square | {"value_dim": 64}) == "reference" and chosen(value_dim=256) == "triton"
     assert chosen("triton", by_channel=True, key_dim=256) == "triton"
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert chosen() == "reference" and chosen("triton") == "triton"
