@@ -15,7 +15,7 @@ import lattn_compile as lc
 import lattn_compile.ops
 from lattn_compile.ops.dispatch import Work, choose, choose_prefill
 from lattn_compile.recurrence import KINDS
-from lattn_compile.testing.inputs import make_inputs
+from lattn_compile.testing.inputs import Inputs, make_inputs
 from lattn_compile.testing.oracle import oracle
 from tests import tiny_models
 
@@ -189,6 +189,15 @@ def test_auto_takes_triton_where_it_can_and_computes_what_the_reference_does(kin
         assert (mine - theirs).norm() <= (1e-5 if write["write"] == "exact" else 1e-2) * theirs.norm() + 1e-6
 
 
+def _chunk_of(x: Inputs, dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    """Outputs, final state and gradients of a chunk-form call on the GPU, of q, k and v in that dtype."""
+    cuda = [t if t is None else t.cuda() for t in x.tensors()]
+    cuda[:3] = [t if t is None else t.to(dtype) for t in cuda[:3]]
+    leaves = [t.requires_grad_() for t in cuda if t is not None and t.is_floating_point()]
+    o, final, *_ = torch.ops.lattn.chunk(*cuda, *(None,) * 3, **x.options() | options)
+    return [o, final, *torch.autograd.grad(o.float().square().sum() + final.sum(), leaves)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["gdn", "kda", "linear"])
 @pytest.mark.parametrize(
@@ -197,14 +206,7 @@ def test_auto_takes_triton_where_it_can_and_computes_what_the_reference_does(kin
 def test_auto_takes_the_chunk_kernels_for_what_was_proven(kind: str, dtype: torch.dtype, write: dict[str, Any]) -> None:
     pytest.importorskip("triton")
     x = make_inputs(kind, lengths=[70, 0, 90], seed=5)
-    found = {}
-    for implementation in ("auto", "reference"):
-        cuda = [t if t is None else t.cuda() for t in x.tensors()]
-        cuda[:3] = [t if t is None else t.to(dtype) for t in cuda[:3]]
-        leaves = [t.requires_grad_() for t in cuda if t is not None and t.is_floating_point()]
-        options = {**x.options(), **write, "implementation": implementation}
-        o, final, *_ = torch.ops.lattn.chunk(*cuda, *(None,) * 3, **options)
-        found[implementation] = [o, final, *torch.autograd.grad(o.float().square().sum() + final.sum(), leaves)]
+    found = {name: _chunk_of(x, dtype, **write, implementation=name) for name in ("auto", "reference")}
     work = Work(torch.device("cuda"), torch.float32, x.q.shape[-1], x.v.shape[-1], None, inputs=dtype)
     assert choose("chunk", "auto", work) == "triton"
     for mine, theirs in zip(found["auto"], found["reference"], strict=True):
@@ -217,15 +219,9 @@ def test_auto_takes_the_chunk_kernels_for_what_was_proven(kind: str, dtype: torc
 def test_auto_takes_the_prefill_kernels_for_what_was_proven(kind: str, dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
     x = make_inputs(kind, lengths=[70, 0, 90], seed=5)
-    found = {}
     prefill = {"prefill_operands": "kk=int8,qk=int8,kv=int8", "prefill_inverse": "block_doubling(8)"}
-    for implementation in ("triton", "reference"):  # by channel auto takes K = V = 128 alone
-        cuda = [t if t is None else t.cuda() for t in x.tensors()]
-        cuda[:3] = [t if t is None else t.to(dtype) for t in cuda[:3]]
-        leaves = [t.requires_grad_() for t in cuda if t is not None and t.is_floating_point()]
-        options = {**x.options(), **prefill, "implementation": implementation}
-        o, final, *_ = torch.ops.lattn.chunk(*cuda, *(None,) * 3, **options)
-        found[implementation] = [o, final, *torch.autograd.grad(o.float().square().sum() + final.sum(), leaves)]
+    # By channel auto takes K = V = 128 alone.
+    found = {name: _chunk_of(x, dtype, **prefill, implementation=name) for name in ("triton", "reference")}
     work = Work(torch.device("cuda"), torch.float32, x.q.shape[-1], x.v.shape[-1], None, inputs=dtype)
     assert choose_prefill("auto", work, lc.Prefill({"kk": "int8", "qk": "int8"})) == "triton"
     for mine, theirs in zip(found["triton"], found["reference"], strict=True):

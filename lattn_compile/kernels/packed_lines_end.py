@@ -29,6 +29,7 @@ from lattn_compile.kernels.packed_lines_parts import (
     since_of,
     store_rows,
 )
+from lattn_compile.kernels.packed_write import FP8_BYTES
 
 __all__ = ["end_anchor", "end_codes"]
 
@@ -82,19 +83,6 @@ _INT8_WORD = gl.constexpr(
     }
     """
 )
-_FP8_WORD = gl.constexpr(
-    """
-    {
-    .reg .b16 low, high;
-    .reg .b32 bytes;
-    cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-    mov.b32 bytes, {low, high};
-    and.b32 $0, bytes, $5;
-    }
-    """
-)
-
 _FP8_PAIR = gl.constexpr("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;")
 
 
@@ -113,7 +101,7 @@ def _numbers(words, FORMAT: gl.constexpr):
 @gluon.jit
 def _word(a, b, c, d, keep, FORMAT: gl.constexpr):
     return gl.inline_asm_elementwise(
-        _INT8_WORD if FORMAT == "int8" else _FP8_WORD,
+        _INT8_WORD if FORMAT == "int8" else FP8_BYTES,
         "=r,f,f,f,f,r",
         [a, b, c, d, keep],
         dtype=gl.int32,

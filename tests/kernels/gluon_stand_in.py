@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from triton.runtime import interpreter
 
 from tests.kernels import ptx
 
-__all__ = ["interpreted"]
+__all__ = ["Language", "interpreted", "jit", "made_anew", "number", "tensor"]
 
 
 class _Type(NamedTuple):
@@ -39,30 +40,34 @@ class _Shared:
 
     @classmethod
     def allocated(cls, dtype: Any, shape: Any) -> _Shared:
-        array = np.empty([_number(n) for n in shape], interpreter._get_np_dtype(dtype))
-        array.view(np.uint8)[...] = 0x7F
+        array = np.empty([number(n) for n in shape], interpreter._get_np_dtype(dtype))
+        array.view(np.uint8)[...] = 0xFF if dtype.is_floating() else 0x7F  # NaN, of E4M3 too
         return cls(dtype, array)
 
     def index(self, at: Any) -> _Shared:
-        return _Shared(self._dtype, self._array[_number(at)])
+        return _Shared(self._dtype, self._array[number(at)])
 
     def permute(self, order: tuple[int, ...]) -> _Shared:
         return _Shared(self._dtype, self._array.transpose(order))
 
     def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> _Shared:
         assert dtype == self._dtype and self._array.flags.c_contiguous
-        return _Shared(dtype, self._array.reshape([_number(n) for n in shape]))
+        return _Shared(dtype, self._array.reshape([number(n) for n in shape]))
 
     def load(self, layout: Any) -> Any:
-        handle = interpreter.TensorHandle(self._array.copy(), self._dtype)
-        return tl.tensor(handle, tl.block_type(self._dtype, list(self._array.shape)))
+        return tensor(self._array.copy(), self._dtype)
 
     def store(self, x: Any) -> None:
         assert list(x.shape) == list(self._array.shape), (x.shape, self._array.shape)
         self._array[...] = x.handle.data
 
 
-def _number(x: Any) -> int:
+def tensor(x: Any, dtype: Any) -> Any:
+    """An array as the interpreter has it."""
+    return tl.tensor(interpreter.TensorHandle(x, dtype), tl.block_type(dtype, list(x.shape)) if x.ndim else dtype)
+
+
+def number(x: Any) -> int:
     if hasattr(x, "handle"):
         return int(np.asarray(x.handle.data).reshape(-1)[0])
     return int(getattr(x, "value", x))
@@ -80,13 +85,13 @@ class _Descriptor:
         self._seen = torch.as_strided(base, shape, strides)
 
     def box(self, at: Any) -> Any:
-        first = [_number(x) for x in at]
+        first = [number(x) for x in at]
         assert all(i >= 0 and i + n <= size for i, n, size in zip(first, self._box, self._shape, strict=True))
         return self._seen[tuple(slice(i, i + n) for i, n in zip(first, self._box, strict=True))]
 
 
 def _fetch(rows: _Descriptor, at: Any, bar: Any, target: _Shared, pred: Any = True) -> None:
-    if _number(pred):
+    if number(pred):
         target._array[...] = rows.box(at).numpy()
 
 
@@ -99,7 +104,7 @@ class _Layout:
         pass
 
 
-class _Language(types.ModuleType):
+class Language(types.ModuleType):
     constexpr = tl.constexpr
     NVMMADistributedLayout = DotOperandLayout = SliceLayout = SwizzledSharedLayout = BlockedLayout = _Layout
     DistributedLinearLayout = NVMMASharedLayout = _Layout
@@ -139,7 +144,7 @@ class _Language(types.ModuleType):
         def places(i: int) -> list[Any]:
             taken = [np.take(y, i, axis) for y in arrays]
             pairs = zip(taken, dtypes, strict=True)
-            return [tl.tensor(interpreter.TensorHandle(y, d), tl.block_type(d, list(y.shape))) for y, d in pairs]
+            return [tensor(np.asarray(y), d) for y, d in pairs]
 
         total: Any = places(0)
         for i in range(1, arrays[0].shape[axis]):
@@ -153,10 +158,7 @@ class _Language(types.ModuleType):
         dtypes = list(dtype) if many else [dtype]
         arrays = np.broadcast_arrays(*(x.handle.data for x in args))
         registers = ptx.run(str(getattr(asm, "value", asm)), [x.copy() for x in arrays], len(dtypes))
-        found = [
-            tl.tensor(interpreter.TensorHandle(x.view(interpreter._get_np_dtype(d)), d), tl.block_type(d, [*x.shape]))
-            for x, d in zip(registers, dtypes, strict=True)
-        ]
+        found = [tensor(x.view(interpreter._get_np_dtype(d)), d) for x, d in zip(registers, dtypes, strict=True)]
         return tuple(found) if many else found[0]
 
     @staticmethod
@@ -172,7 +174,7 @@ class _Language(types.ModuleType):
         pass
 
 
-def _jit(fn: Any = None, **options: Any) -> Any:
+def jit(fn: Any = None, **options: Any) -> Any:
     return triton.jit(fn, **options) if fn is not None else lambda fn: triton.jit(fn, **options)
 
 
@@ -184,8 +186,8 @@ def _module(name: str, **members: Any) -> types.ModuleType:
 
 def interpreted(module: types.ModuleType, folder: Path) -> types.ModuleType:
     """The module with the stand-in in the place of Gluon, from a copy of its source in `folder`."""
-    language = _Language("triton.experimental.gluon.language")
-    gluon = _module("triton.experimental.gluon", language=language, jit=_jit, constexpr_function=lambda fn: fn)
+    language = Language("triton.experimental.gluon.language")
+    gluon = _module("triton.experimental.gluon", language=language, jit=jit, constexpr_function=lambda fn: fn)
     copies = _module(
         "async_copy", async_copy_global_to_shared=_copy, commit_group=lambda: None, wait_group=lambda n: None
     )
@@ -207,20 +209,30 @@ def interpreted(module: types.ModuleType, folder: Path) -> types.ModuleType:
         "triton.experimental.gluon.nvidia": _module("nvidia"),
         "triton.experimental.gluon.nvidia.hopper": _module("hopper", TensorDescriptor=_Descriptor),
     }
-    # The interpreter knows a constant by how Triton's own language spells it.
-    assert module.__file__ is not None
-    source = Path(module.__file__).read_text().replace("gl.constexpr", "tl.constexpr")
-    first = "from triton.experimental import gluon\n"
-    source = source.replace(first, "import triton.language as tl\n" + first)
-    path = folder / Path(module.__file__).name
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(f"interpreted_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    kept = {name: sys.modules.get(name) for name in found}
+    return made_anew((module,), found, folder)
+
+
+def made_anew(
+    modules: Sequence[types.ModuleType], found: dict[str, types.ModuleType], folder: Path
+) -> types.ModuleType:
+    """The last of `modules`, each made from a copy of its source in `folder` where imports find `found` and, in a later
+    one, those before it."""
+    kept = {name: sys.modules.get(name) for name in (*found, *(module.__name__ for module in modules))}
+    made = modules[-1]
     sys.modules.update(found)
     try:
-        spec.loader.exec_module(made)
+        for module in modules:
+            # The interpreter knows a constant by how Triton's own language spells it.
+            assert module.__file__ is not None
+            source = Path(module.__file__).read_text().replace("gl.constexpr", "tl.constexpr")
+            first = "from triton.experimental import gluon\n"
+            path = folder / Path(module.__file__).name
+            path.write_text(source.replace(first, "import triton.language as tl\n" + first))
+            spec = importlib.util.spec_from_file_location(module.__name__, path)
+            assert spec is not None and spec.loader is not None
+            made = importlib.util.module_from_spec(spec)
+            sys.modules[module.__name__] = made
+            spec.loader.exec_module(made)
     finally:
         for name, before in kept.items():
             sys.modules.pop(name, None)

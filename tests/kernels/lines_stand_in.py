@@ -7,8 +7,6 @@ text of instructions is done as it says, products of the matrix unit by the plac
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,44 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
 
 from lattn_compile.kernels import packed_lines, packed_lines_end, packed_lines_parts
+from tests.kernels.gluon_stand_in import Language, jit, made_anew, tensor
 
 __all__ = ["interpreted"]
 
 Array = Any
-
-
-def _number(x: Any) -> int:
-    return int(x.handle.data.reshape(-1)[0]) if hasattr(x, "handle") else int(getattr(x, "value", x))
-
-
-def _tensor(x: Array, dtype: Any) -> Any:
-    return tl.tensor(TensorHandle(x, dtype), tl.block_type(dtype, list(x.shape)) if x.ndim else dtype)
-
-
-class _Shared:
-    def __init__(self, data: Array) -> None:
-        self.data = data
-
-    def index(self, at: Any) -> _Shared:
-        return _Shared(self.data[_number(at)])
-
-    def permute(self, order: Sequence[int]) -> _Shared:
-        return _Shared(self.data.transpose(tuple(order)))
-
-    def load(self, layout: Any) -> Any:
-        return _tensor(np.array(self.data), tl.float32)
-
-    def store(self, x: Any) -> None:
-        assert x.handle.data.shape == self.data.shape
-        self.data[...] = x.handle.data
-
-    def _reinterpret(self, dtype: Any, shape: Sequence[Any], layout: Any) -> _Shared:
-        return _Shared(self.data.reshape([_number(n) for n in shape]))
 
 
 def _floats(x: Array) -> Array:
@@ -152,7 +120,7 @@ def _meanings() -> dict[str, tuple[Callable[[list[Array]], Any], Any, Any]]:
         end._INT8_NUMBERS.value: (lambda x: [_int8(_byte(x[0], i)) for i in range(4)], *f32),
         end._FP8_NUMBERS.value: (lambda x: [_fp8(_byte(x[0], i)) for i in range(4)], *f32),
         end._INT8_WORD.value: (lambda x: _word_of(x[:4], _to_int8, x[4]), *i32),
-        end._FP8_WORD.value: (lambda x: _word_of(x[:4], _to_fp8, x[4]), *i32),
+        end.FP8_BYTES.value: (lambda x: _word_of(x[:4], _to_fp8, x[4]), *i32),
         end._FP8_PAIR.value: (lambda x: _to_fp8(x[0]) | _to_fp8(x[1]) << 8, np.int16, tl.int16),
         packed_lines_parts._BRING.value: (lambda x: x[0] * 0, *i32),
         packed_lines_parts._FENCE.value: (lambda x: x[0], *i32),
@@ -167,82 +135,21 @@ def _asm(text: Any, constraints: Any, args: Sequence[Any], dtype: Any, is_pure: 
         x = np.asarray(x)
         if x.dtype.kind == "u":
             x = x.astype(np.uint16).view(np.int16) if numpy_type is np.int16 else x.astype(np.uint32).view(np.int32)
-        return _tensor(np.ascontiguousarray(x.astype(numpy_type)), type_)
+        return tensor(np.ascontiguousarray(x.astype(numpy_type)), type_)
 
     return tuple(map(made, found)) if isinstance(found, list) else made(found)
 
 
-class _Layout:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
-class _Language(types.ModuleType):
-    constexpr = tl.constexpr
-    SliceLayout = SwizzledSharedLayout = BlockedLayout = DistributedLinearLayout = _Layout
+class _Language(Language):
     inline_asm_elementwise = staticmethod(_asm)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(tl, name)
-
-    @staticmethod
-    def arange(begin: int, end: int, layout: Any = None) -> Any:
-        return tl.arange(begin, end)
-
-    @staticmethod
-    def zeros(shape: Any, dtype: Any, layout: Any = None) -> Any:
-        return tl.zeros(shape, dtype)
-
-    @staticmethod
-    def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Any:
-        return tl.full(shape, value, dtype)
-
-    @staticmethod
-    def convert_layout(x: Any, layout: Any, assert_trivial: bool = False) -> Any:
-        return x
-
-    @staticmethod
-    def allocate_shared_memory(dtype: Any, shape: Any, layout: Any) -> _Shared:
-        return _Shared(np.full([_number(n) for n in shape], np.nan, np.float32))
-
-    @staticmethod
-    def thread_barrier() -> None:
-        pass
-
-
-def _jit(fn: Any = None, **options: Any) -> Any:
-    return triton.jit(fn, **options) if fn is not None else lambda fn: triton.jit(fn, **options)
 
 
 def interpreted(folder: Path) -> types.ModuleType:
     """`packed_lines` with the stand-in in the place of Gluon, from copies of the sources in `folder`."""
     language = _Language("triton.experimental.gluon.language")
     gluon = types.ModuleType("triton.experimental.gluon")
-    gluon.__dict__.update(language=language, jit=_jit)
+    gluon.__dict__.update(language=language, jit=jit)
     parent = types.ModuleType("triton.experimental")
     parent.__dict__.update(gluon=gluon)
     replaced: dict[str, types.ModuleType] = {x.__name__: x for x in (parent, gluon, language)}
-    kept = {name: sys.modules.get(name) for name in replaced}
-    sys.modules.update(replaced)
-    modules = (packed_lines_parts, packed_lines_end, packed_lines)
-    made = packed_lines
-    try:
-        for module in modules:
-            kept[module.__name__] = sys.modules[module.__name__]
-            assert module.__file__ is not None
-            # The interpreter knows a constant by how Triton's own language spells it.
-            source = Path(module.__file__).read_text().replace("gl.constexpr", "tl.constexpr")
-            first = "from triton.experimental import gluon\n"
-            path = folder / Path(module.__file__).name
-            path.write_text(source.replace(first, "import triton.language as tl\n" + first))
-            spec = importlib.util.spec_from_file_location(module.__name__, path)
-            assert spec is not None and spec.loader is not None
-            made = importlib.util.module_from_spec(spec)
-            sys.modules[module.__name__] = made
-            spec.loader.exec_module(made)
-    finally:
-        for name, before in kept.items():
-            sys.modules.pop(name, None)
-            if before is not None:
-                sys.modules[name] = before
-    return made
+    return made_anew((packed_lines_parts, packed_lines_end, packed_lines), replaced, folder)
