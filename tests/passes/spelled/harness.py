@@ -138,3 +138,12 @@ def worst_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
             # A NaN is no agreement.
             worst = max(worst, float(difference.nan_to_num(nan=float("inf"))))
     return worst
+
+
+def errors_against(
+    meaning: Callable[..., Sequence[Tensor]], rewritten: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]
+) -> tuple[float, float]:
+    """`worst_error` of what `rewritten` returns for `args`, and of its gradients."""
+    own, plain = copies(args), copies(args)
+    got, want = rewritten(*own), meaning(*plain)
+    return worst_error(got, want), worst_error(gradients(got, own), gradients(want, plain))
