@@ -22,7 +22,7 @@ __all__ = ["PARTS", "Supervisor", "on_cpu", "on_gpu"]
 _WORK = ["-m", "benchmarks.quality.work"]
 PARTS = ("further", "rows", "others")
 """Of a run, behind the bases: further trainings, what is measured on the bases, what the torch reference computes."""
-_OTHERS = 3
+_OTHERS = 6
 """Processes that share what the torch reference computes of a model: each waits for its own launches."""
 
 
