@@ -10,9 +10,9 @@ with flash-linear-attention's kernels where it is installed; `compile`, its stat
 (`CompileConfig(backend="lattn_compile")`), with `quantize_cache` storing packed states for every policy but exact.
 Prefill is transformers' own in every arm.
 
-Every part is a process: they compile side by side, `--jobs` at a time, then measure one after another. Decoding is the
-difference between two generated lengths of one static cache, so that prefill, set-up and the recording of CUDA graphs
-cancel. Peak memory is what torch has allocated at most while decoding, weights included. Prefill is not measured:
+Every part is a process: they compile side by side, `--jobs` at a time, then measure one after another. Decoding is what
+the tokens from the 16th to the 80th of one call take, by the clock when the device is done with each of the two, so that
+prefill, set-up and the recording of CUDA graphs are not in it; the median of up to five calls. Peak memory is what torch has allocated at most while decoding, weights included. Prefill is not measured:
 kernels of flash-linear-attention that would be tuned for minutes take their first configuration (none of a decode step
 is tuned), and this backend's arms leave the prefill to transformers' torch code.
 """
@@ -35,11 +35,11 @@ from benchmarks.model_decode import TURNS, Sizes, add_row, build, read_rows, syn
 
 PROMPT = 64
 SHORT, LONG = 16, 80
-"""Generated tokens of the two lengths."""
+"""Generated tokens at which the clock is read."""
 SLOW = 8, 24
 """Of eager code, a token of which takes 70 to 160 ms."""
-SECONDS = 1.0
-"""For the rounds of a part, five at most."""
+SECONDS = 4.0
+"""For the calls of a part: five at most, three at least."""
 
 
 def policies() -> dict[str, Any]:
@@ -98,13 +98,16 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     class Stop(transformers.StoppingCriteria):  # type: ignore[misc]
         """Not another limit: the static cache is as long as the limit, and another length would be another graph."""
 
-        def __init__(self, tokens: int) -> None:
-            self.tokens, self.made = tokens, 0
+        def __init__(self, tokens: int, begin: int = 0) -> None:
+            self.tokens, self.begin, self.made, self.clock = tokens, begin, 0, list[float]()
 
         def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
             self.made += 1
             if self.made == 2 and device == "cuda":  # behind the prefill, and what it left in fp32 is packed
                 torch.cuda.reset_peak_memory_stats()
+            if self.made in (self.begin, self.tokens):
+                synchronize(device)
+                self.clock.append(time.perf_counter())
             return torch.full((batch,), self.made >= self.tokens, device=device)
 
     model = load(which, args)
@@ -123,29 +126,30 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
         quantize_cache(model, policies()[arm])
 
-    def generate(tokens: int) -> float:
-        synchronize(device)
-        began = time.perf_counter()
-        out = model.generate(ids, stopping_criteria=[Stop(tokens)], **options)
-        synchronize(device)
+    def generate(tokens: int, begin: int = 0) -> float:
+        """Seconds of a token from the `begin`-th on."""
+        stop = Stop(tokens, begin)
+        out = model.generate(ids, stopping_criteria=[stop], **options)
         assert out.shape == (batch, PROMPT + tokens)
-        return time.perf_counter() - began
+        return (stop.clock[-1] - stop.clock[0]) / (tokens - begin)
 
     cuda = device == "cuda"
-    first = generate(4)
+    began = time.perf_counter()
+    generate(4)
+    first = time.perf_counter() - began
     generate(4)
     if cuda:
         torch.cuda.empty_cache()  # others wait with what they hold
     row: dict[str, Any] = {"first_s": round(first, 1)}
     few, many = SLOW if arm == "eager" else (SHORT, LONG)
     with turn():
-        took: list[tuple[float, float]] = []
+        took: list[float] = []
         began = time.perf_counter()
-        while not took or (len(took) < 5 and time.perf_counter() - began < SECONDS):
-            took.append((generate(few), generate(many)))
+        while len(took) < 3 or (len(took) < 5 and time.perf_counter() - began < SECONDS):
+            took.append(generate(many, few))
         if cuda:
             row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    step = statistics.median((long - short) / (many - few) for short, long in took)
+    step = statistics.median(took)
     row |= {"ms": 1e3 * step, "tokens_per_s": batch / step, "rounds": len(took)}
     row["weights_gb"] = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
     row["states_gb_fp32"] = 4e-9 * batch * _values(model)

@@ -13,7 +13,8 @@ taken into it behind all passes (`post_grad`, `gpu_fold.py`).
 What stays a call of the op: the chunk form of bf16 inputs, where Triton has Gluon; sizes that are not known when the
 graph is compiled (the batch of a decode step may be),
 long training runs of the token loop, whose backward is hundreds of launches and whose encoded checkpoints a kernel
-writes through two views of one buffer, and everything that the reference computes.
+writes through two views of one buffer; lengths that lie on a CPU, as those of a phase given as a list do, whose values
+a call looks at; and everything that the reference computes.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ def _is_triton(form: str, t: Tensors, geometry: Geometry, shared: Options) -> bo
     if not all(isinstance(n, int) for n in (*sizes, *([] if geometry.tokens == 1 else [geometry.sequences]))):
         return False
     if shared.gate is not None:  # Inductor keeps nothing of a cast there and back
+        return False
+    looked_at = (t.cu_seqlens, t.prefix_lengths, t.sequence_lengths, t.cursor, t.position)
+    if any(x is not None and x.device.type == "cpu" for x in looked_at):  # their values are checked in every call
         return False
     if not _chosen(form, shared, shared.work):
         return False

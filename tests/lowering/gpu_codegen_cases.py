@@ -399,6 +399,22 @@ def test_a_step_of_any_batch_is_launched_and_one_of_all_sizes_unknown_calls_the_
     assert [x.name for x in kernels_in(code) if x.is_ours] == ["step_0"]
 
 
+@pytest.mark.parametrize("policy", ["int8", lc.Policy(lc.Int8(), write=lc.Replay(8))], ids=["token", "replay"])
+def test_lengths_on_a_cpu_are_looked_at_by_the_op(policy: Any) -> None:
+    """What a phase was given as a list lies there, and has no values yet when a graph is made."""
+
+    def call(*given: Tensor) -> Tensor:
+        return lc.linear_attention(*given[:5], policy=policy, prefix_lengths=given[5])[0]
+
+    new: dict[str, Any] = {"device": "cuda"}
+    q, k = (torch.empty(2, 10, HEADS, DIM, **new) for _ in range(2))
+    v, gates = torch.empty(2, 10, VALUE_HEADS, DIM, **new), [torch.empty(2, 10, VALUE_HEADS, **new) for _ in range(2)]
+    name = "decode" if policy == "int8" else "replay"
+    for device, called in (("cpu", True), ("cuda", False)):
+        (code,) = generated(call, q, k, v, *gates, torch.tensor([3, 9], device=device))
+        assert (f"torch.ops.lattn.{name}" in code, not [x for x in kernels_in(code) if x.is_ours]) == (called, called)
+
+
 def test_nothing_unproven_is_launched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "PROVEN", frozenset())
     code = _code("auto")
