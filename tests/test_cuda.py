@@ -94,7 +94,8 @@ def test_a_model_generates_and_trains_as_eager_does(name: str, mode: str) -> Non
     options = {"policy": "exact", "mode": mode}
     compiled = torch.compile(model, backend="lattn_compile", fullgraph=True, options=options)
     with torch.no_grad():
-        want = model(ids, use_cache=False).logits
+        with tiny_models.torch_alone(model):
+            want = model(ids, use_cache=False).logits
         for _ in range(3):
             torch.compiler.cudagraph_mark_step_begin()
             got = compiled(ids, use_cache=False).logits.clone()
@@ -103,7 +104,8 @@ def test_a_model_generates_and_trains_as_eager_does(name: str, mode: str) -> Non
     assert report is not None
     assert len(report.rewritten) == linear_layers
     model.train()
-    model(ids, labels=ids, use_cache=False).loss.backward()
+    with tiny_models.torch_alone(model):
+        model(ids, labels=ids, use_cache=False).loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     torch.compiler.cudagraph_mark_step_begin()
@@ -125,7 +127,8 @@ def test_a_phase_quantizes_on_the_gpu_what_it_quantizes_on_the_cpu() -> None:
             model.to(device)
             compiled = torch.compile(model, backend="lattn_compile", fullgraph=True, options={"policy": "int8"})
             logits[device] = compiled(ids.to(device), use_cache=False).logits.cpu()
-        exact = model(ids.cuda(), use_cache=False).logits.cpu()
+        with tiny_models.torch_alone(model):
+            exact = model(ids.cuda(), use_cache=False).logits.cpu()
     effect = (logits["cpu"] - exact).norm()
     assert (logits["cpu"] - logits["cuda"]).norm() <= 0.2 * effect
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -50,6 +55,18 @@ def build(name: str, *, seed: int = 0, layers: int = 4) -> tuple[torch.nn.Module
                 parameter.mul_(3.0)
     linear = sum(1 for n, _ in model.named_modules() if n.endswith(("linear_attn", "linear_attention")))
     return model.eval().float(), linear or _count_linear(model)
+
+
+@contextlib.contextmanager
+def torch_alone(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, `model` itself runs transformers' torch path, also where flash-linear-attention is installed: that has no
+    float64, float32 products in tf32, and on Hopper refuses to train a gated delta rule with some versions of Triton."""
+    module = sys.modules[type(model).__module__]
+    with contextlib.ExitStack() as stack:
+        for name, function in list(vars(module).items()):
+            if inspect.isfunction(function) and (own := inspect.unwrap(function)) is not function:
+                stack.enter_context(mock.patch.object(module, name, own))
+        yield
 
 
 def _count_linear(model: torch.nn.Module) -> int:

@@ -6,12 +6,9 @@ Needs torch and Triton; all but the package need transformers.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,6 +19,7 @@ import lattn_compile as lc
 from lattn_compile.backend import lattn_compile
 from lattn_compile.lowering import gpu
 from tests.gpu.checks import Checks, Row
+from tests.tiny_models import torch_alone
 
 __all__ = ["CHECKS", "EXACT", "MODES", "PROVEN", "RECORDING", "calls_of_ops", "clear", "error", "recorded"]
 
@@ -112,19 +110,6 @@ def _qwen3_next(dtype: torch.dtype, *, trained: bool) -> Any:
     return model.cuda().to(dtype).train(trained).requires_grad_(trained)
 
 
-@contextlib.contextmanager
-def _torch_alone() -> Iterator[None]:
-    """Inside, the model itself runs transformers' torch path, also where flash-linear-attention is installed: that has
-    no float64, and float32 products in tf32."""
-    from transformers.models.qwen3_next import modeling_qwen3_next as module
-
-    with contextlib.ExitStack() as stack:
-        for name, function in list(vars(module).items()):
-            if inspect.isfunction(function) and (own := inspect.unwrap(function)) is not function:
-                stack.enter_context(mock.patch.object(module, name, own))
-        yield
-
-
 def _long(model: Any, which: str) -> Callable[..., Any]:
     """`model` compiled with the recurrence on Triton, and its convolution, or "apart" by a library."""
     clear()
@@ -138,7 +123,7 @@ def _prefill(which: str) -> list[Row]:
     """Logits of 150 tokens, beside the model in float64."""
     ids = torch.randint(2, 97, (2, 150), generator=torch.Generator().manual_seed(1)).cuda()
     model = _qwen3_next(torch.float32, trained=False)
-    with torch.no_grad(), _torch_alone():
+    with torch.no_grad(), torch_alone(model):
         want = _qwen3_next(torch.float64, trained=False)(input_ids=ids, use_cache=False).logits
         own = model(input_ids=ids, use_cache=False).logits
     with torch.no_grad():
@@ -165,7 +150,7 @@ def _training(which: str) -> list[Row]:
         return float(loss), {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
 
     wide, model = _qwen3_next(torch.float64, trained=True), _qwen3_next(torch.float32, trained=True)
-    with _torch_alone():
+    with torch_alone(model):
         loss, want = step(wide, wide)
         own = step(model, model)[1]
     model.zero_grad(set_to_none=True)
