@@ -10,11 +10,12 @@ with flash-linear-attention's kernels where it is installed; `compile`, its stat
 (`CompileConfig(backend="lattn_compile")`), with `quantize_cache` storing packed states for every policy but exact.
 Prefill is transformers' own in every arm.
 
-Every part is a process: they compile side by side, `--jobs` at a time, then measure one after another. Decoding is what
-the tokens from the 16th to the 80th of one call take, by the clock when the device is done with each of the two, so that
-prefill, set-up and the recording of CUDA graphs are not in it; the median of up to five calls. Peak memory is what torch has allocated at most while decoding, weights included. Prefill is not measured:
-kernels of flash-linear-attention that would be tuned for minutes take their first configuration (none of a decode step
-is tuned), and this backend's arms leave the prefill to transformers' torch code.
+Every part is a process: they compile side by side, `--jobs` at a time, then measure one after another. Decoding is
+what the tokens from the 16th to the 80th of one call take, by the clock when the device is done with each of the two,
+so that prefill, set-up and the recording of CUDA graphs are not in it; the median of up to five calls. Peak memory is
+what torch has allocated at most while decoding, weights included. Prefill is not measured: kernels of
+flash-linear-attention that would be tuned for minutes take their first configuration (none of a decode step is tuned),
+and this backend's arms leave the prefill to transformers' torch code.
 """
 
 from __future__ import annotations
