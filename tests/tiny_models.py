@@ -60,7 +60,7 @@ def build(name: str, *, seed: int = 0, layers: int = 4) -> tuple[torch.nn.Module
 @contextlib.contextmanager
 def torch_alone(model: torch.nn.Module) -> Iterator[None]:
     """Inside, `model` itself runs transformers' torch path, also where flash-linear-attention is installed: that has no
-    float64, float32 products in tf32, and with some versions of Triton refuses to train a gated delta rule on Hopper."""
+    float64, float32 products in tf32, and with some Triton versions refuses to train a gated delta rule on Hopper."""
     module = sys.modules[type(model).__module__]
     with contextlib.ExitStack() as stack:
         for name, function in list(vars(module).items()):
