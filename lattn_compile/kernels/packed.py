@@ -244,8 +244,8 @@ def _replay(
         *x.v.stride(), *strides(x.g), *strides(x.beta), x.tokens, x.sequences, x.cursor.shape[0], options.padding_slot,
         H=key_heads, HV=value_heads, **lay.constants(), **options.gate_constants(x),
         BK=triton.next_power_of_2(key_dim), WINDOW=window, ROWS=triton.next_power_of_2(window), SINGLE=x.single,
-        TILES=tiles, **_overlapping(o.device),
-        AFTER=options.readout == "after_write" and options.format != "",
+        TILES=tiles, SOONER=launch.sooner and options.format in _BYTES and NVIDIA and not interpreted(),
+        **_overlapping(o.device), AFTER=options.readout == "after_write" and options.format != "",
         **_written(stored, lay, options.quantize, options.format, write, anchor),
         num_warps=lay.warps, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip

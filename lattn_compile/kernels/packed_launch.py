@@ -44,8 +44,8 @@ class Launch:
         columns: how many columns of a head a program holds, at least.
         early: of one-token steps without records: whether the next tile's loads begin before this one's sums, which a
             barrier sees to; else when registers are free, and that is later.
-        sooner: of one-token steps without records, of 8-bit codes: whether what is read first is brought to the cache
-            before the kernel before has ended.
+        sooner: of 8-bit codes: whether what is read first, records included, is brought to the cache before the kernel
+            before has ended.
         heads: how `packed_token_cuda.py`, where it can, has heads of 8-bit codes in a program: "whole" ones, over four
             warps, or "half" ones, over two; "": it does not.
     """
@@ -77,7 +77,7 @@ CHOSEN: dict[str, tuple[str, str, str]] = {
     "nvfp4": ("narrow", "wide", "wide 2"),
     "bf16": ("narrow", "wide", "wide"),
     "": ("narrow", "broad", "broad"),
-    "window": ("narrow", "wide", "wide 4"),
+    "window": ("narrow sooner", "wide", "wide 4"),
 }
 """Rows of a format's steps: for few, some and many states. "": all other formats; "window": with records. Of what was
 right on an H200, the fastest there (`benchmarks/results/decode_nvidia_h200.md`)."""

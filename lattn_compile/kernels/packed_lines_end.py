@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from lattn_compile.formats.fp8_e4m3.triton import LARGEST as FP8_LARGEST
 from lattn_compile.formats.int8.triton import LARGEST as INT8_LARGEST
 from lattn_compile.kernels.common.codec import scales as scales_of
-from lattn_compile.kernels.common.inputs import exp
+from lattn_compile.kernels.common.inputs import exp, no_less
 from lattn_compile.kernels.common.packed_gates import decay_of, strength_of
 from lattn_compile.kernels.packed_lines_parts import (
     KEY,
@@ -22,9 +22,9 @@ from lattn_compile.kernels.packed_lines_parts import (
     axes,
     bring,
     fence,
-    halves,
     load_rows,
     multiplied,
+    one,
     place_of,
     since_of,
     store_rows,
@@ -111,131 +111,178 @@ def _word(a, b, c, d, keep, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _by_byte(x, L: gl.constexpr):
-    """`[WARPS, 4, 8, 16]` as four of each fourth number, in layout L."""
-    even, odd = halves(x)
-    a, c = halves(even)
-    b, d = halves(odd)
-    return (
-        gl.convert_layout(a, L, assert_trivial=True), gl.convert_layout(b, L, assert_trivial=True),
-        gl.convert_layout(c, L, assert_trivial=True), gl.convert_layout(d, L, assert_trivial=True),
-    )  # fmt: skip
+def _keys_of(ring_k, k, k_head, head, channel, record, live, WINDOW: gl.constexpr, H: gl.constexpr):
+    """Two channels, `channel` and two after it, of a key head's records and of the last token, `[WARPS, 4, 8, 1]` each:
+    for four records after the other, of which `record` is one."""
+    out = ()
+    for place in gl.static_range((WINDOW + 7) // 8 * 2):
+        at = 4 * place + record
+        for pair in gl.static_range(2):
+            of = channel + 2 * pair
+            x = gl.load(ring_k + head * KEY + at * (H * KEY) + of, mask=(at < WINDOW - 1) & live, other=0.0)
+            if place == (WINDOW - 1) // 4:
+                new = gl.load(k + head * k_head + of + 0 * at, mask=(at == WINDOW - 1) & live, other=0.0)
+                x = x + new.to(gl.float32)
+            out = out + (x,)
+    return out
 
 
 @gluon.jit
-def _both(a, b, x, y):
-    return gl.maximum(a, x), gl.maximum(b, y)
+def _advanced(words, us, ks, step, J: gl.constexpr, L: gl.constexpr, FORMAT: gl.constexpr):
+    """A word's columns of four rows after the records: `S[4 row + byte]`.
+
+    Args:
+        words: of the rows, the J-th of four. us: of eight records each, a fragment for every second column, see
+            `end_codes`. ks: of four records each, two channels of their keys, see `_keys_of`.
+    """
+    zeros = gl.zeros(words[0].shape, gl.float32, L)
+    low = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
+    high = low
+    for block in gl.static_range(len(ks) // 4):
+        own = (ks[4 * block], ks[4 * block + 2], ks[4 * block + 1], ks[4 * block + 3])
+        low = multiplied(_four(us, 32 * block + 8 * J), own, low)
+        high = multiplied(_four(us, 32 * block + 8 * J + 4), own, high)
+    added = low + high
+    # A product's eight: [later rows, column, odd row].
+    S = ()
+    for r in gl.static_range(4):
+        numbers = _numbers(words[r], FORMAT)
+        for byte in gl.static_range(4):
+            S = S + (gl.fma(numbers[byte], step, added[8 * (byte // 2) + 4 * (r // 2) + 2 * (byte % 2) + r % 2]),)
+    return S
+
+
+@gluon.jit
+def _four(x, at: gl.constexpr):
+    return x[at], x[at + 1], x[at + 2], x[at + 3]
 
 
 @gluon.jit
 def end_codes(
-    codes, scales, ring_k, ring_u, ring_g, k, g, last, k_head, g_head, a_log, bias, bound, slot, c, known, stays,
-    i_part, H: gl.constexpr, HV: gl.constexpr, WINDOW: gl.constexpr, HEADS: gl.constexpr, DECAY: gl.constexpr,
-    GATE: gl.constexpr, FORMAT: gl.constexpr, TURNED: gl.constexpr, ODD: gl.constexpr,
+    codes, scales, ring_k, ring_u, ring_g, k, newest, now, k_head, slot, c, known, stays, i_part, H: gl.constexpr,
+    HV: gl.constexpr, WINDOW: gl.constexpr, HEADS: gl.constexpr, DECAY: gl.constexpr, FORMAT: gl.constexpr,
+    TURNED: gl.constexpr, ODD: gl.constexpr,
 ):  # fmt: skip
     """Records and the last token into the program's states, which are rounded; zeros instead, if the token `stays`.
 
-    A head after the other, 16 key channels a warp: a thread has rows 16 w + 4 t to + 3, columns 16 g to + 15.
+    First the records' u of all heads, decayed until now, into shared memory: a warp has the columns that it has in the
+    step. Then a head after the other, 16 key channels a warp: a thread has rows 16 w + 4 t to + 3, columns 16 g to
+    + 15.
 
     Args:
-        k, g: at the token. last: in shared memory, its u times the norm of its key, `[HEADS, 8, 16]`.
+        k: at the token. newest: its u times the norm of its key, `[WARPS, 1, 8, 4 J]`. now: its decay's logarithm,
+            `[WARPS]`.
     """
     RATIO: gl.constexpr = HV // H
-    BLOCKS: gl.constexpr = (WINDOW + 7) // 8
+    J: gl.constexpr = HEADS // 2  # words of a row in a thread of the step
+    SHARE: gl.constexpr = WARPS // HEADS  # warps of a head there
+    BLOCKS: gl.constexpr = (WINDOW + 7) // 8  # eight records each
+    LARGEST: gl.constexpr = INT8_LARGEST if FORMAT == "int8" else FP8_LARGEST
     L: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 4, 8, 1], [WARPS, 1, 1, 1], [3, 1, 2, 0])
-    LU: gl.constexpr = gl.BlockedLayout([1, 1, 1, 16], [1, 4, 8, 1], [WARPS, 1, 1, 1], [3, 1, 2, 0])
-    w, t, group, n = axes(L, 4)
-    w_u, t_u, g_u, n_u = axes(LU, 16)
+    L1: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1], [1, 4, 8, 1], [WARPS, 1, 1, 1], [3, 1, 2, 0])
+    LU: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4 * J], [1, 4, 8, 1], [WARPS, 1, 1, 1], [3, 1, 2, 0])
+    LR: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]],
+        [[1, 0], [2, 0], [0, 32], [0, 64], [0, 128]],
+        [[0, 0]] * 3,
+        [],
+        [4, 2 * VALUE],
+    )
+    LG: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L1)))
+    LM: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
+    ALL: gl.constexpr = gl.BlockedLayout([WARPS, 2], [32, 1], [WARPS, 1], [1, 0])  # in every thread
+    TABLE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 4, [1, 0])
+    live = stays == 0
     at_row = slot * (WINDOW - 1) * HV
+
+    table = gl.allocate_shared_memory(gl.float32, [BLOCKS, HEADS * 4, 2 * VALUE], TABLE)
+    steps = gl.allocate_shared_memory(gl.float32, [WARPS, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    largest = gl.allocate_shared_memory(gl.int32, [WARPS, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    w_u, t_u, g_u, n_u = axes(LU, 4 * J)
+    head_u = i_part * HEADS + w_u // SHARE
+    column_u = (w_u % SHARE) * (32 * J) + g_u * (4 * J) + n_u
+    for block in gl.static_range(BLOCKS):
+        halves_u = ()
+        for half in gl.static_range(2):
+            record_u = 8 * block + 4 * half + t_u
+            before = (record_u < WINDOW - 1) & live
+            u = gl.load(ring_u + (at_row + head_u) * VALUE + record_u * (HV * VALUE) + column_u, mask=before, other=0.0)
+            if DECAY:
+                p_g = ring_g + at_row + head_u
+                u = u * exp(since_of(p_g, c, record_u + 0 * w_u, g_u, HV, WINDOW) + one(now, LU))
+            halves_u = halves_u + (gl.where(before, u, gl.where((record_u == WINDOW - 1) & live, newest, 0.0)),)
+        # Of a thread, two columns of record t, then of t + 4, as a fragment has them.
+        both = gl.reshape(gl.join(halves_u[0], halves_u[1]), [HEADS, SHARE, 4, 16 * J, 2, 2])
+        both = gl.permute(both, (0, 2, 1, 3, 5, 4))
+        table.index(block).store(gl.reshape(both, [HEADS * 4, 2 * VALUE]))
+    by_head = table._reinterpret(gl.float32, [BLOCKS * HEADS, 4, 2 * VALUE], TABLE)
+    w_1, t_1, g_1, _ = axes(L1, 1)
+    row_1 = slot * HV + i_part * HEADS + w_1 // SHARE
+    step = gl.load(scales + row_1 * (VALUE // 64) + g_1 // 4, mask=known, other=0.0)
+    if DECAY:
+        p_g = ring_g + at_row + i_part * HEADS + w_1 // SHARE
+        step = step * exp(since_of(p_g, c, -1 + 0 * w_1, g_1, HV, WINDOW) + one(now, L1))
+    steps._reinterpret(gl.float32, [WARPS, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(
+        gl.reshape(gl.where(known, step, 0.0), [WARPS, 8])
+    )
+
+    w, t, group, n = axes(L, 4)
+    p_ring = ring_k + slot * (WINDOW - 1) * (H * KEY)
+    channel = 16 * w_1 + 4 * (g_1 // 2) + g_1 % 2
     # Of the first head; the next one's are on their way while one is rounded.
     words = load_rows(codes, slot * HV + i_part * HEADS, 16 * w + 4 * t, 4 * group + n, known, TURNED, ODD)
+    ks = _keys_of(p_ring, k, k_head, i_part * HEADS // RATIO, channel, t_1, live, WINDOW, H)
     for own in range(HEADS):
-        head = i_part * HEADS + own
-        i_key = head // RATIO
-        row = slot * HV + head
-        then = slot * HV + i_part * HEADS + gl.minimum(own + 1, HEADS - 1)
-        step = gl.load(scales + row * (VALUE // 64) + group // 4, mask=known, other=0.0)
-        now = 0.0
-        p_g = ring_g
-        if DECAY:
-            now = decay_of(gl.load(g + head * g_head), a_log, bias, bound, head, GATE)
-            p_g = ring_g + at_row + head
-            on_state = exp(since_of(p_g, c, -1 + 0 * (t + w), group, HV, WINDOW) + now)
-            step = step * on_state
-        step = gl.where(known, step, 0.0)
-        newest = last.index(own).load(gl.SliceLayout(0, gl.SliceLayout(1, LU)))[None, None, :, :]
-        D = ()
-        for _i in gl.static_range(16):
-            D = D + (gl.zeros([WARPS, 4, 8, 4], gl.float32, L),)
+        row = slot * HV + i_part * HEADS + own
+        then = gl.minimum(own + 1, HEADS - 1)
+        step_old = steps.index(own * SHARE).load(LG)[None, None, :, None]
+        us = ()
         for block in gl.static_range(BLOCKS):
-            us = ()
-            ks = ()
-            for half in gl.static_range(2):
-                record_u = 8 * block + 4 * half + t_u
-                before = (record_u < c) & (stays == 0)
-                u = gl.load(
-                    ring_u + (at_row + head) * VALUE + record_u * (HV * VALUE) + 16 * g_u + n_u, mask=before, other=0.0
-                )
-                if DECAY:
-                    u = u * exp(since_of(p_g, c, record_u + 0 * w_u, g_u, HV, WINDOW) + now)
-                u = gl.where(before, u, gl.where((record_u == c) & (stays == 0), newest, 0.0))
-                us = us + (_by_byte(u, L),)
-                record = 8 * block + 4 * half + t
-                for pair in gl.static_range(2):
-                    channel = 16 * w + 4 * (group // 2) + 2 * pair + group % 2
-                    at_k = slot * (WINDOW - 1) * (H * KEY) + i_key * KEY
-                    x = gl.load(
-                        ring_k + at_k + record * (H * KEY) + channel, mask=(record < c) & (stays == 0), other=0.0
-                    )
-                    new = gl.load(k + i_key * k_head + channel, mask=(record == c) & (stays == 0), other=0.0)
-                    ks = ks + (x + new.to(gl.float32),)
-            more = ()
-            for pair in gl.static_range(2):
-                d = multiplied(
-                    (us[0][2 * pair], us[0][2 * pair + 1], us[1][2 * pair], us[1][2 * pair + 1]),
-                    (ks[0], ks[2], ks[1], ks[3]),
-                    (
-                        D[8 * pair], D[8 * pair + 1], D[8 * pair + 2], D[8 * pair + 3], D[8 * pair + 4],
-                        D[8 * pair + 5], D[8 * pair + 6], D[8 * pair + 7],
-                    ),
-                )  # fmt: skip
-                for i_d in gl.static_range(8):
-                    more = more + (d[i_d],)
-            D = more
-        # D[8 pair + 4 chunk + 2 odd column + odd row]: of row 2 chunk + odd row, byte 2 pair + odd column.
+            of_head = gl.reshape(by_head.index(block * HEADS + own).load(LR), [1, 4, 8, 32])
+            us = us + apart(of_head, 32, L1)
+        rows = apart(words[0], 4, L1) + apart(words[1], 4, L1) + apart(words[2], 4, L1) + apart(words[3], 4, L1)
         S = ()
-        bits = gl.zeros([WARPS, 4, 8, 4], gl.int32, L)
-        for r in gl.static_range(4):
-            numbers = _numbers(words[r], FORMAT)
-            for byte in gl.static_range(4):
-                added = D[8 * (byte // 2) + 4 * (r // 2) + 2 * (byte % 2) + r % 2]
-                s = gl.fma(numbers[byte], step, added)
-                bits = gl.maximum(bits, s.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
-                S = S + (s,)
-        words = load_rows(codes, then, 16 * w + 4 * t, 4 * group + n, known, TURNED, ODD)
+        most = gl.zeros([WARPS, 4, 8, 1], gl.float32, L1)
+        for j in gl.static_range(4):
+            x = _advanced((rows[j], rows[4 + j], rows[8 + j], rows[12 + j]), us, ks, step_old, j, L1, FORMAT)
+            own_most = gl.abs(x[0])
+            for i in gl.static_range(1, 16):
+                own_most = no_less(own_most, gl.abs(x[i]))
+            most = no_less(most, own_most)
+            S = S + x
+        words = load_rows(codes, slot * HV + i_part * HEADS + then, 16 * w + 4 * t, 4 * group + n, known, TURNED, ODD)
+        ks = _keys_of(p_ring, k, k_head, (i_part * HEADS + then) // RATIO, channel, t_1, live, WINDOW, H)
         fence(c)
-        most = gl.max(gl.max(bits, 3), 1)
-        place = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, :]
-        most = gl.reduce((gl.where(place < 4, most, 0), gl.where(place < 4, 0, most)), 1, _both)
-        most = gl.reduce(most, 0, _both)
-        LARGEST: gl.constexpr = INT8_LARGEST if FORMAT == "int8" else FP8_LARGEST
-        step_0, inverse_0, zero_0 = scales_of(most[0], LARGEST)
-        step_1, inverse_1, zero_1 = scales_of(most[1], LARGEST)
-        gl.store(scales + row * (VALUE // 64), step_0)
-        gl.store(scales + row * (VALUE // 64) + 1, step_1)
-        inverse = gl.where(group < 4, inverse_0, inverse_1)
-        zero = gl.where(group < 4, zero_0, zero_1)
+        bits = most.to(gl.int32, bitcast=True)
+        left = gl.max(gl.reshape(gl.where(g_1 < 4, bits, 0), [WARPS, 32]), 1)
+        right = gl.max(gl.reshape(gl.where(g_1 < 4, 0, bits), [WARPS, 32]), 1)
+        left = gl.convert_layout(left, gl.SliceLayout(1, LM), assert_trivial=True)
+        right = gl.convert_layout(right, gl.SliceLayout(1, LM), assert_trivial=True)
+        largest.store(gl.where(gl.arange(0, 2, gl.SliceLayout(0, LM))[None, :] == 0, left[:, None], right[:, None]))
+        most_0, most_1 = gl.split(largest.load(ALL))
+        most_0, most_1 = gl.max(most_0, 0), gl.max(most_1, 0)
+        bits = gl.where(g_1 < 4, most_0, most_1)
+        new, inverse, zero = scales_of(bits, LARGEST, True)
+        gl.store(scales + row * (VALUE // 64) + g_1 // 4, new, mask=g_1 % 4 == 0)
         # A tile that is NaN has codes of 0: its scale says so.
-        keep = gl.where(gl.where(group < 4, most[0], most[1]) < _INFINITE, -1, 0)
+        keep = gl.where(bits < _INFINITE, -1, 0)
         rounded = ()
-        for r in gl.static_range(4):
+        for i in gl.static_range(16):
             word = _word(
-                gl.fma(S[4 * r], inverse, zero), gl.fma(S[4 * r + 1], inverse, zero),
-                gl.fma(S[4 * r + 2], inverse, zero), gl.fma(S[4 * r + 3], inverse, zero),
+                gl.fma(S[4 * i], inverse, zero), gl.fma(S[4 * i + 1], inverse, zero),
+                gl.fma(S[4 * i + 2], inverse, zero), gl.fma(S[4 * i + 3], inverse, zero),
                 keep, FORMAT,
             )  # fmt: skip
             rounded = rounded + (word,)
-        store_rows(codes, row, 16 * w + 4 * t, 4 * group + n, rounded, TURNED, ODD)
+        done = (_beside(rounded, 0, L), _beside(rounded, 1, L), _beside(rounded, 2, L), _beside(rounded, 3, L))
+        store_rows(codes, row, 16 * w + 4 * t, 4 * group + n, done, TURNED, ODD)
+
+
+@gluon.jit
+def _beside(x, r: gl.constexpr, L: gl.constexpr):
+    """`x[4 j + r]` for each j, `[WARPS, 4, 8, 1]`, as `[WARPS, 4, 8, 4]` in layout L."""
+    y = gl.join(gl.join(x[r], x[8 + r]), gl.join(x[4 + r], x[12 + r]))
+    return gl.convert_layout(gl.reshape(y, [WARPS, 4, 8, 4]), L, assert_trivial=True)
 
 
 @gluon.jit
@@ -500,8 +547,8 @@ def end_anchor(
             w_2, t_2, g_2, n_2 = axes(L1, 1)
             bits_0 = gl.max(bits_0, 1)[:, None, :, :]
             bits_1 = gl.max(bits_1, 1)[:, None, :, :]
-            step_0, inverse_0, zero_0 = scales_of(bits_0, FP8_LARGEST)
-            step_1, inverse_1, zero_1 = scales_of(bits_1, FP8_LARGEST)
+            step_0, inverse_0, zero_0 = scales_of(bits_0, FP8_LARGEST, True)
+            step_1, inverse_1, zero_1 = scales_of(bits_1, FP8_LARGEST, True)
             p_column = 16 * w_2 + 2 * g_2 + n_2
             gl.store(read_scales + row * VALUE + p_column, step_0)
             gl.store(read_scales + row * VALUE + p_column + 1, step_1)

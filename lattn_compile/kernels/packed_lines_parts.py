@@ -205,7 +205,7 @@ def packed_pairs(x, L: gl.constexpr):
 
 @gluon.jit
 def apart(x, N: gl.constexpr, L: gl.constexpr):
-    """The N numbers of `[WARPS, 4, 8, N]`, N up to 16, a tensor `[WARPS, 4, 8, 1]` in layout L each."""
+    """The N numbers of `[WARPS, 4, 8, N]`, N up to 32, a tensor `[WARPS, 4, 8, 1]` in layout L each."""
     if N == 1:
         return (gl.convert_layout(x, L, assert_trivial=True),)
     else:

@@ -29,7 +29,7 @@ from lattn_compile.kernels.common.packed_rows import (
     tokens_of,
 )
 from lattn_compile.kernels.common.pieces import columns, key_channels, lanes
-from lattn_compile.kernels.packed_fetch import bring, codes_of, inputs_of_tile, records_of
+from lattn_compile.kernels.packed_fetch import bring, codes_of, inputs_of_tile, likely_slot, records_of
 from lattn_compile.kernels.packed_flush import cursor_of, end, leave
 from lattn_compile.kernels.packed_window import against, pair_of, products, read
 
@@ -110,6 +110,7 @@ def step(
     HEAD_CODES: tl.constexpr,
     HEAD_SCALES: tl.constexpr,
     HEAD_BLOCKS: tl.constexpr,
+    SOONER: tl.constexpr,
     PDL: tl.constexpr,
     TURNED: tl.constexpr,
     ODD: tl.constexpr,
@@ -124,12 +125,10 @@ def step(
             columns of a head that are rounded together; unless SINGLE, all of a key head.
         FORMAT, BLOCK_K, BLOCK_V, HEAD_*: of what is read, the state or the read copy. ANCHOR: "" for fp32.
 
-        PDL: as `packed_token.token_step` has them.
+        SOONER, PDL: as `packed_token.token_step` has them.
 
     Grid: (tiles of a sequence / TILES * N,).
     """
-    if PDL:
-        begin()
     i = tl.program_id(0)
     WIDTH: tl.constexpr = WARPS * COLUMNS
     BLOCKS: tl.constexpr = (V + WIDTH - 1) // WIDTH
@@ -146,6 +145,25 @@ def step(
     WORDS: tl.constexpr = FAST and (VECTOR % 8 == 0 or FORMAT == "nvfp4") and not TURNED
     i_seq, i_key, i_part = i // (H * PARTS), i // PARTS % H, i % PARTS
     i_tile = i_key * OF_KEY + i_part * TILES
+    if SOONER:
+        # The kernel before may still write what is read here. That makes for a wrong line in the cache, and no harm.
+        guess = likely_slot(i_seq, indices, slots)
+        at_guess = guess * HV + i_tile // BLOCKS
+        old_codes = read_codes if TWO else codes
+        old_scales = read_scales if TWO else scales
+        bring(old_codes + at_guess * HEAD_CODES + i_tile % BLOCKS * WIDTH, K, tl.constexpr(128), V, WIDTH)
+        bring(cursor + guess, 1, tl.constexpr(1), 1, tl.constexpr(1))
+        if HEAD_SCALES:
+            bring(old_scales + at_guess * HEAD_SCALES, 1, tl.constexpr(1), 1, tl.constexpr(HEAD_SCALES))
+        if WINDOW > 1:
+            at_first = guess * (WINDOW - 1)
+            p_first = ring_u + (at_first * HV + i_tile // BLOCKS) * V + i_tile % BLOCKS * WIDTH
+            bring(p_first, WINDOW - 1, ROWS, HV * V, WIDTH)
+            bring(ring_k + (at_first * H + i_key) * K, WINDOW - 1, ROWS, H * K, K)
+            if DECAY == 1:
+                bring(ring_g + at_first * HV + i_tile // BLOCKS, WINDOW - 1, ROWS, HV, tl.constexpr(1))
+    if PDL:
+        begin()
     first, count, rows = tokens_of(i_seq, ends, lengths, tokens, sequences)
     slot, live, wrong = slot_of(i_seq, indices, padding, slots)
     has = has_state(i_seq, fresh)

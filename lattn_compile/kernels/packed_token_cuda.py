@@ -140,17 +140,21 @@ def _channels(buffer, at, FORM: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def _pair_up(
-    p_q, p_k, q_head, k_head, scale, queries, keys, dots, KEYS: gl.constexpr, NORM: gl.constexpr
-):  # fmt: skip
-    """KEYS heads' queries and keys, normalised, and their products, into shared memory. A row lies in a thread and its
-    neighbours as in `common.inputs.pair_up`, so that sums run in the same order."""
-    PER: gl.constexpr = 16 // (p_q.dtype.element_ty.primitive_bitwidth // 8)
+def _key_heads(p, apart, KEYS: gl.constexpr):
+    """128 numbers of each of KEYS heads. A row lies in a thread and its neighbours as in `common.inputs.pair_up`, so
+    that sums run in the same order."""
+    PER: gl.constexpr = 16 // (p.dtype.element_ty.primitive_bitwidth // 8)
     LINE: gl.constexpr = gl.BlockedLayout([1, PER], [PER // 4, 128 // PER], [gl.num_warps(), 1], [1, 0])
     head = gl.arange(0, KEYS, gl.SliceLayout(1, LINE))[:, None]
     channel = gl.arange(0, 128, gl.SliceLayout(0, LINE))[None, :]
-    b_q = gl.load(p_q + head * q_head + channel).to(gl.float32)
-    b_k = gl.load(p_k + head * k_head + channel).to(gl.float32)
+    return gl.load(p + head * apart + channel)
+
+
+@gluon.jit
+def _pair_up(b_q, b_k, scale, queries, keys, dots, KEYS: gl.constexpr, NORM: gl.constexpr):
+    """KEYS heads' queries and keys, normalised, and their products, into shared memory."""
+    b_q = b_q.to(gl.float32)
+    b_k = b_k.to(gl.float32)
     if NORM:
         b_q = b_q * rstd(gl.sum(b_q * b_q, 1))[:, None]
         b_k = b_k * rstd(gl.sum(b_k * b_k, 1))[:, None]
@@ -270,6 +274,12 @@ def token_step_cuda(
     i_seq = i // PROGRAMS
     first_key = i % PROGRAMS * KEYS
     first = first_key * RATIO
+    buffer = gl.allocate_shared_memory(
+        gl.int32, [STAGES, 1, 16, 8, N], gl.NVMMASharedLayout(4 * N, 32, rank=4)
+    )  # fmt: skip
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(bars.index(s), count=1)
     if PDL:
         # The kernel before may still write what is read here: then a wrong head comes into the cache, and no harm.
         guess = likely_slot(i_seq, indices, slots)
@@ -280,10 +290,22 @@ def token_step_cuda(
         _bring(cursor + guess)
         begin()
     slot, live, wrong = slot_of(i_seq, indices, padding, slots)
+    token = i_seq.to(gl.int64)
+    # All that the slot has no part in is asked for beside it, and before the codes, behind which it would wait.
+    LINEAR: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    given_q = _key_heads(q + token * q_token + first_key * q_head, q_head, KEYS)
+    given_k = _key_heads(k + token * k_token + first_key * k_head, k_head, KEYS)
+    given_v, _, _ = _rows(v + token * v_token + first * v_head, v_head, v_column, KEYS * RATIO, HEADS)
+    mine = first + gl.arange(0, HEADS, LINEAR)
+    if beta is not None:
+        given_beta = gl.load(beta + token * beta_token + mine * beta_head, mask=mine < HV, other=0.0)
+    if DECAY == 1:
+        given_g = gl.load(g + token * g_token + mine * g_head, mask=mine < HV, other=0.0)
+    if DECAY == 2:
+        given_g, own, channel = _rows(g + token * g_token + first * g_head, g_head, 1, KEYS * RATIO, HEADS)
     if lengths is not None:
         live = live & (gl.load(lengths + i_seq) > 0)
     has = has_state(i_seq, fresh)
-    token = i_seq.to(gl.int64)
     word = gl.arange(0, N, COLUMN)
     p_o = o + token * (HV * 128) + word * 4
     if not live:
@@ -294,12 +316,11 @@ def token_step_cuda(
                 gl.store(p_o + first * 128 + n * (4 * N) + c, blank)
         return
 
-    buffer = gl.allocate_shared_memory(
-        gl.int32, [STAGES, 1, 16, 8, N], gl.NVMMASharedLayout(4 * N, 32, rank=4)
-    )  # fmt: skip
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(bars.index(s), count=1)
+    at = gl.load(cursor + slot)
+    stored = has & (at >= 0)
+    p_scales = scales + slot * (HV * 2)
+    place = gl.arange(0, 2 * HEADS, LINEAR)
+    given_steps = gl.load(p_scales + first * 2 + place, mask=place < 2 * KEYS * RATIO, other=0.0)
     row = (slot * HV).to(gl.int32) + first
     for s in gl.static_range(STAGES - 1):
         _copy(rows, row + s // SPLIT, s % SPLIT * N, bars.index(s), buffer.index(s), s < COUNT)
@@ -309,43 +330,30 @@ def token_step_cuda(
     queries = gl.allocate_shared_memory(gl.float32, [KEYS, 8, 16], VECTOR)
     keys = gl.allocate_shared_memory(gl.float32, [KEYS, 8, 16], VECTOR)
     dots = gl.allocate_shared_memory(gl.float32, [KEYS, 1], FLAT)
-    _pair_up(
-        q + token * q_token + first_key * q_head, k + token * k_token + first_key * k_head, q_head, k_head, scale,
-        queries, keys, dots, KEYS, NORM,
-    )  # fmt: skip
+    if q_token >= 0:  # always so, which the assembler does not know: it would put the copies behind these sums
+        _pair_up(given_q, given_k, scale, queries, keys, dots, KEYS, NORM)
 
     # Numbers of the program's heads: scales, write strengths and, of GDN, decays.
-    LINEAR: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
-    at = gl.load(cursor + slot)
-    stored = has & (at >= 0)
-    p_scales = scales + slot * (HV * 2)
     steps = gl.allocate_shared_memory(gl.float32, [2 * HEADS, 1], FLAT)
-    mine = gl.arange(0, 2 * HEADS, LINEAR)
-    given = gl.load(p_scales + first * 2 + mine, mask=mine < 2 * KEYS * RATIO, other=0.0)
-    steps._reinterpret(gl.float32, [2 * HEADS], FLAT).store(gl.where(stored, given, 0.0))
-    mine = first + gl.arange(0, HEADS, LINEAR)
+    steps._reinterpret(gl.float32, [2 * HEADS], FLAT).store(gl.where(stored, given_steps, 0.0))
     strengths = steps
     if beta is not None:
         strengths = gl.allocate_shared_memory(gl.float32, [HEADS, 1], FLAT)
-        given = gl.load(beta + token * beta_token + mine * beta_head, mask=mine < HV, other=0.0)
-        strengths._reinterpret(gl.float32, [HEADS], FLAT).store(strength_of(given, SIGMOID))
+        strengths._reinterpret(gl.float32, [HEADS], FLAT).store(strength_of(given_beta, SIGMOID))
     decays = steps
     if DECAY == 1:
         decays = gl.allocate_shared_memory(gl.float32, [HEADS, 1], FLAT)
-        given = gl.load(g + token * g_token + mine * g_head, mask=mine < HV, other=0.0)
-        given = decay_of(given, a_log, bias, bound, gl.minimum(mine, HV - 1), GATE)
-        decays._reinterpret(gl.float32, [HEADS], FLAT).store(exp(given))
+        given_g = decay_of(given_g, a_log, bias, bound, gl.minimum(mine, HV - 1), GATE)
+        decays._reinterpret(gl.float32, [HEADS], FLAT).store(exp(given_g))
     if DECAY == 2:
         decays = gl.allocate_shared_memory(gl.float32, [HEADS, 8, 16], VECTOR)
-        given, own, channel = _rows(g + token * g_token + first * g_head, g_head, 1, KEYS * RATIO, HEADS)
-        given = given.to(gl.float32)
+        given_g = given_g.to(gl.float32)
         if GATE:
-            given = gates_of(given, bias, a_log, bound, first + own, channel, 128, GATE)
-        decays._reinterpret(gl.float32, [HEADS * 8, 16], VECTOR).store(gl.reshape(exp(given), (HEADS * 8, 16)))
+            given_g = gates_of(given_g, bias, a_log, bound, first + own, channel, 128, GATE)
+        decays._reinterpret(gl.float32, [HEADS * 8, 16], VECTOR).store(gl.reshape(exp(given_g), (HEADS * 8, 16)))
     values = gl.allocate_shared_memory(v.dtype.element_ty, [HEADS * SPLIT, 4 * N], FLAT)
-    value, _, _ = _rows(v + token * v_token + first * v_head, v_head, v_column, KEYS * RATIO, HEADS)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    values._reinterpret(v.dtype.element_ty, [HEADS, 128], PLAIN).store(value)
+    values._reinterpret(v.dtype.element_ty, [HEADS, 128], PLAIN).store(given_v)
     SCALES: gl.constexpr = N // 16
     most = gl.allocate_shared_memory(gl.int32, [SCALES, W // SCALES], FLAT)
     for n in range(COUNT):

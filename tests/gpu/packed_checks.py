@@ -49,12 +49,14 @@ DECODE = {
 }
 WINDOWED = {
     "int8 8": Policy("int8", write=Replay(8)),
+    "int8 10": Policy("int8", write=Replay(10)),
     "int8 4 after": Policy("int8", write=Replay(4), readout="after_write"),
     "int8/32x16 3": Policy("int8/32x16", write=Replay(3)),
     "fp8 8": Policy("fp8", write=Replay(8)),
     "nvfp4 16": Policy("nvfp4", write=Replay(16)),
     "bf16 2": Policy("bf16", write=Replay(2)),
     "two precision 16": Policy(write=TwoPrecision(16)),
+    "two precision 10": Policy(write=TwoPrecision(10)),
     "two precision 4 bf16": Policy(write=TwoPrecision(4, read="int8", anchor="bf16")),
 }
 KINDS = ("gdn", "kda", "delta", "gla", "linear", "retention")
@@ -544,7 +546,7 @@ def _large(check: Callable[[str], list[Row]], name: str) -> list[Row]:
 
 
 _OF_LARGE_POOLS: dict[str, tuple[Callable[[str], list[Row]], tuple[str, ...]]] = {
-    "oracle": (_oracle_gdn, ("int8 8", "fp8 8", "two precision 16")),
+    "oracle": (_oracle_gdn, ("int8 8", "int8 10", "fp8 8", "two precision 10", "two precision 16")),
     "oracle int8 8": (_oracle_kinds, ("delta", "linear", "retention")),
     "one by one": (_one_by_one, ("int8 8", "two precision 16")),
     "any batch": (_any_batch, ("int8 8", "two precision 16")),

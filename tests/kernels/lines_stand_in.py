@@ -17,6 +17,7 @@ import torch
 import triton.language as tl
 
 from lattn_compile.kernels import packed_lines, packed_lines_end, packed_lines_parts
+from lattn_compile.kernels.common import codec
 from tests.kernels.gluon_stand_in import Language, jit, made_anew, tensor
 
 __all__ = ["interpreted"]
@@ -152,4 +153,7 @@ def interpreted(folder: Path) -> types.ModuleType:
     parent = types.ModuleType("triton.experimental")
     parent.__dict__.update(gluon=gluon)
     replaced: dict[str, types.ModuleType] = {x.__name__: x for x in (parent, gluon, language)}
-    return made_anew((packed_lines_parts, packed_lines_end, packed_lines), replaced, folder)
+    made = made_anew((packed_lines_parts, packed_lines_end, packed_lines), replaced, folder)
+    # Without divisions they begin with an approximate reciprocal, which is the GPU's own.
+    made.end_codes.fn.__globals__["scales_of"] = lambda amax, largest, fast=False: codec.scales(amax, largest)
+    return made
