@@ -5,7 +5,7 @@ Nothing waits for lengths; grids follow from shapes. Per span of blocks, of bf16
     place                              which program handles which tokens                        chunk_blocks.py
     head_rows                          keys and queries as products take them, and their factors chunk_rows.py
     pairs_rows                         what tokens of a block see of each other                  chunk_pairs.py
-    block_fine                         both under a decay by channel                             chunk_channel.py
+    block_fine                         both under a decay by channel                             chunk_channel*.py
     solve_fine                         the delta rule's inverse                                  chunk_solve.py
     carry                              the state from block to block, and the outputs            chunk_state*.py
 
@@ -21,7 +21,7 @@ and the backward, from the last span to the first, each made again from the stat
     retreat, grad_updates              the same of inputs that are not bf16                      chunk_backward.py
     grad_pairs                         what pairs of tokens get of it                            chunk_backward.py
     grad_keys, deliver                 gradients of keys, queries, gates and beta                chunk_gradients.py
-    grad_levels                        what pairs add to them under a decay by channel           chunk_levels.py
+    grad_levels                        what pairs add to them under a decay by channel           chunk_levels*.py
 
 Hopper. Triton turns a product of 64 or more rows in a program of four or more warps into wgmma, whose operands are read
 while the program runs on. The ptxas of CUDA 12.x, which Triton 3.4 to 3.7 bring for Hopper, uses registers again before

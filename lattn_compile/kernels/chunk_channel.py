@@ -99,15 +99,14 @@ def block_fine(
     q_token, q_head, q_channel, k_token, k_head, k_channel, g_token, g_head, g_channel, beta_token, beta_head, H, HV,
     K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
     DELTA: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr, READ: tl.constexpr, BACK: tl.constexpr,
-    WIDE: tl.constexpr, TURN: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
+    TURN: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """Args:
         q, k: `[M, H, K]`, bf16, g: `[M, HV, K]`, beta: `[M, HV]`, any strides.
         norms: fp32 `[NB, H, 4, BT]`, gets what `load_norms` returns. exact: float64 `[NB, H, BT]`, of it too.
         kept: under BACK, fp32 `[NB, H, 2, BT]`: what k is multiplied with, and q.
         rows: fp16 `[NB, HV, 5, BT * BK]`: keys from the block's start in two parts, `[BT, BK]`, keys to its end in two
-            parts, `[BK, BT]`, or under WIDE `[BT, BK]`, and queries from its start, `[BT, BK]`; under BACK and WIDE
-            `[NB, HV, 6, BT * BK]`, queries in two parts. Without READ no queries, hence four, and no `reads`.
+            parts, `[BK, BT]`, and queries from its start, `[BT, BK]`. Without READ no queries, hence four, nor `reads`.
         whole: fp32 `[NB, HV, BK]`. factors: `FACTORS`, but GATE and LIFT.
         reads: of `store_reads`. overlaps: float64 `[NB, HV, BT, BT]`, of the delta rule.
 
@@ -161,7 +160,7 @@ def block_fine(
         A_16 = tl.zeros([2, 16, 16], tl.float64)
         P_32 = tl.zeros([32, 32], tl.float32)
         A_32 = tl.zeros([32, 32], tl.float64)
-    p_rows = rows + at * ((4 + READ * (2 if BACK and WIDE else 1)) * BT * BK)
+    p_rows = rows + at * ((4 + READ) * BT * BK)
     upto = spread((column <= row).to(tl.float32), TILES)
     for first in range(0, BK, BS):
         channel = first + tl.arange(0, BS)
@@ -217,12 +216,9 @@ def block_fine(
         tl.store(p_rows + place, parts[0])
         tl.store(p_rows + BT * BK + place, parts[1])
         if READ:
-            o_q = _query(b_q * weight, BACK and WIDE)
-            for part in tl.static_range(len(o_q)):
-                tl.store(p_rows + (4 + part) * (BT * BK) + place, o_q[part])
+            tl.store(p_rows + 4 * (BT * BK) + place, half(b_q * weight))
         parts = fine_parts(b_k * exp2(until + past_tiles(gates, 1, TILES)))
-        if not WIDE:
-            place = slot[:, :, None] + channel[None, None, :] * BT
+        place = slot[:, :, None] + channel[None, None, :] * BT
         tl.store(p_rows + 2 * BT * BK + place, parts[0])
         tl.store(p_rows + 3 * BT * BK + place, parts[1])
         tl.store(whole + at * BK + channel, exp2(tl.sum(gates, 0)))

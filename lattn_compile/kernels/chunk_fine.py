@@ -31,20 +31,32 @@ PIECE = 32
 """Channels of a piece of the state in registers."""
 
 _SPREAD_COLUMNS = 32
-"""Of a program of `carry_cuda`."""
+"""Of a program of `carry_cuda`, by channel and where it rounds, and of `carry_back_cuda`."""
+
+_BLOCK_SLICE = 32
+"""Channels at a time of `block_cuda`, 16 or 32."""
+
+_BLOCK_REGISTERS = 168
+"""At most, of a thread of `block_cuda`: three programs of it on a multiprocessor."""
+
+_SOLVE_REGISTERS = 168
+"""Of `solve_fine`: twelve of its warps on a multiprocessor instead of eight."""
+
+_LEVEL_REGISTERS = 255
+"""Of `levels_cuda`."""
 
 
 def is_spread(device: torch.device) -> bool:
-    """Whether the loops over blocks are those of `chunk_state_cuda.py`: on NVIDIA's GPUs, but not in a graph, since
+    """Whether kernels are those of `chunk_cuda.py`, where sizes allow it: on NVIDIA's GPUs, but not in a graph, since
     Inductor writes kernels in Triton's own language only; and where Triton has Gluon as it is used there."""
-    return device.type == "cuda" and torch.version.hip is None and not is_recorded() and loops() is not None
+    return device.type == "cuda" and torch.version.hip is None and not is_recorded() and gluon() is not None
 
 
 @functools.cache
-def loops() -> Any:
-    """`chunk_state_cuda.py`, None where Triton has no Gluon, or another."""
+def gluon() -> Any:
+    """The kernels of `chunk_cuda.py`, None where Triton has no Gluon, or another."""
     try:
-        return importlib.import_module("lattn_compile.kernels.chunk_state_cuda")
+        return importlib.import_module("lattn_compile.kernels.chunk_cuda")
     except (ImportError, AttributeError):
         return None
 
@@ -100,25 +112,35 @@ class FineCall(Call):
         turn = back and not self.spread
         factors = self.new(blocks, heads, FACTORS, size)
         norms = self.new(blocks, key_heads, 2, size) if back else None
-        exact = self.new(blocks, key_heads, size, dtype=torch.float64)
         read = read or back
         pairs = self.new(blocks, heads, 2 if back else 1, size, size, **half) if read else None
         overlaps = self.new(blocks, heads, size, size, dtype=torch.float64) if self.delta else None
         if self.decay == 2 and self.g is not None:
-            of_g = self.g.stride()
-            scales = self.new(blocks, key_heads, 4, size)
+            of_g, of_beta = self.g.stride(), strides(self.beta, 2)
             whole = self.new(blocks, heads, self.keys)
-            span = _Span(placed, skip, None, factors, whole, scales, norms, pairs, None, overlaps, None, None)
+            span = _Span(placed, skip, None, factors, whole, None, norms, pairs, None, overlaps, None, None)
             queries = (2 if back and self.spread else 1) if read else 0
             span.rows = self.new(blocks, heads, 4 + queries, size, self.keys, **half)
-            launched(block_fine)[(blocks * heads,)](
-                self.q, self.k, self.g, self.beta, *where, scales, exact, norms, span.rows, whole, factors, pairs,
-                overlaps, self.scale, skip, *qk, *of_g, *strides(self.beta, 2), key_heads, heads, BS=self.slice,
-                DELTA=self.delta, READ=read, BACK=back, WIDE=self.spread, TURN=turn, **self.key, **self.norm,
-                **self.strength, **self.blocks, num_warps=size // 16, num_stages=1,
-            )  # fmt: skip
+            options = {
+                "DELTA": self.delta, "READ": read, "BACK": back, **self.key, **self.norm, **self.strength,
+                **self.blocks, "num_warps": size // 16, "num_stages": 1,
+            }  # fmt: skip
+            if self.spread:
+                launched(gluon().block_cuda)[(blocks * heads,)](
+                    self.q, self.k, self.g, self.beta, *where, norms, span.rows, whole, factors, pairs, overlaps,
+                    self.scale, skip, *qk, *of_g, *of_beta, key_heads, heads, BS=_BLOCK_SLICE,
+                    maxnreg=_BLOCK_REGISTERS, **options,
+                )  # fmt: skip
+            else:
+                span.scales, exact = self.new(blocks, key_heads, 4, size), self._exact(placed)
+                launched(block_fine)[(blocks * heads,)](
+                    self.q, self.k, self.g, self.beta, *where, span.scales, exact, norms, span.rows, whole, factors,
+                    pairs, overlaps, self.scale, skip, *qk, *of_g, *of_beta, key_heads, heads, BS=self.slice, TURN=turn,
+                    **options,
+                )  # fmt: skip
         else:
             span = _Span(placed, skip, None, factors, None, None, norms, pairs, None, overlaps, None, None)
+            exact = self._exact(placed)
             span.rows = self.new(blocks, key_heads, (1 if self.spread else 2) + read, size, self.keys, **half)
             launched(head_rows)[(blocks * key_heads,)](
                 self.q, self.k, self.g, self.beta, *where, span.rows, factors, exact, norms, self.scale, skip, *qk,
@@ -141,8 +163,37 @@ class FineCall(Call):
             launched(solve_fine)[(blocks * heads,)](
                 placed.owner, factors, overlaps, inverse, span.solved, span.turned, heads, BT=size, PARTS=parts,
                 TURN=turn, num_warps=2 if turn else 1, num_stages=1,
+                **({"maxnreg": _SOLVE_REGISTERS} if self.spread else {}),
             )  # fmt: skip
         return span
+
+    def _exact(self, placed: Schedule) -> Tensor:
+        return self.new(placed.blocks, self.key_heads, self.cut.size, dtype=torch.float64)
+
+    def _keys(
+        self, span: Any, grad_o: Tensor, kept: Tensor, cotangents: Tensor, drhs: Tensor, dreads: Tensor,
+        doverlaps: Tensor | None, dkeys: Tensor, dgates: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        if not self.spread or self.decay != 2:
+            return super()._keys(span, grad_o, kept, cotangents, drhs, dreads, doverlaps, dkeys, dgates)
+        blocks, heads = span.schedule.blocks, self.value_heads
+        rows = self.new(blocks, heads, self.keys // 16, 4, self.cut.size)
+        launched(gluon().keys_cuda)[(blocks * heads * (self.keys // 64),)](
+            *self._key_arguments(span, grad_o, kept, cotangents, span.updates, drhs, span.whole, dkeys, dgates, rows),
+            AFTER=self.after, **self.key, **self.value, **self.kind, **self.strength, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        return rows
+
+    def _levels(
+        self, span: Any, dreads: Tensor, doverlaps: Tensor | None, dkeys: Tensor, dgates: Tensor | None, dg: Tensor
+    ) -> None:
+        if not self.spread:
+            super()._levels(span, dreads, doverlaps, dkeys, dgates, dg)
+            return
+        launched(gluon().levels_cuda)[(span.schedule.blocks * self.value_heads * (self.keys // 32),)](
+            *self._level_arguments(span, dreads, doverlaps, dkeys, dgates, dg), **self.key, **self.kind,
+            num_warps=4, num_stages=1, maxnreg=_LEVEL_REGISTERS,
+        )  # fmt: skip
 
     def _turned_rows(self, span: _Span) -> Tensor:
         """Of a decay by channel, for `carry_back`."""
@@ -178,13 +229,14 @@ class FineCall(Call):
         read = o is not None
         rows = span.rows.shape[2]
         if self.spread:
-            launched(loops().carry_cuda)[(self.width // _SPREAD_COLUMNS * self.value_heads * self.sequences,)](
+            # By head two programs of 16 columns fit on a multiprocessor, of which one waits while the other works.
+            columns = 16 if self.decay != 2 and not self.write["FORMAT"] else _SPREAD_COLUMNS
+            launched(gluon().carry_cuda)[(self.width // columns * self.value_heads * self.sequences,)](
                 self.v, span.rows, span.factors, span.whole, span.solved, span.pairs, source, self.starts, self.lengths,
                 self.offsets, placed.first, placed.count, o, final, states, span.updates, span.skip, *self.v.stride(),
                 *strides(o, 3), self.key_heads, self.value_heads, DELTA=self.delta, CHANNEL=self.decay == 2,
-                FORMAT=self.write["FORMAT"], BV=_SPREAD_COLUMNS, READ=read, KEEP=states is not None, ROWS=rows,
-                SOLVED=self.solved_parts, STAGES=1 if self.decay == 2 else 2, **self.key, **self.value, **self.blocks,
-                num_warps=8,
+                FORMAT=self.write["FORMAT"], BV=columns, READ=read, KEEP=states is not None, ROWS=rows,
+                SOLVED=self.solved_parts, **self.key, **self.value, **self.blocks, num_warps=columns // 4,
             )  # fmt: skip
             return
         parts = (4 if self.decay == 2 else 2) + read
@@ -203,7 +255,7 @@ class FineCall(Call):
             return False
         # On the way back, matrices of keys and of tokens, and what its warps hand to each other.
         of_keys, of_tokens = (6, 5) if self.decay == 2 else (4, 10)
-        handed = _SPREAD_COLUMNS * (4 * keys + 10 * size)
+        handed = _SPREAD_COLUMNS * (4 * keys + 18 * size + 16)
         return 2 * size * (of_keys * keys + of_tokens * size) + handed + 1024 <= shared_memory(self.q.device)
 
     def _spread_tile(self) -> bool:
@@ -219,7 +271,7 @@ class FineCall(Call):
         cotangents = self.new(*kept.shape)
         drhs = self.new(placed.blocks, heads, self.cut.size, self.width)
         if self.spread:
-            launched(loops().carry_back_cuda)[(self.width // _SPREAD_COLUMNS * heads * self.sequences,)](
+            launched(gluon().carry_back_cuda)[(self.width // _SPREAD_COLUMNS * heads * self.sequences,)](
                 self.q, grad_o, span.rows, span.factors, span.whole, span.solved, span.pairs, dstate, self.starts,
                 self.lengths, self.offsets, placed.first, placed.count, dstate, cotangents, drhs, dv, self.scale,
                 span.skip, *self.q.stride(), *grad_o.stride(), *dv.stride(), self.key_heads, heads, DELTA=self.delta,

@@ -9,6 +9,7 @@ orientations; the next block's matrices are copied there meanwhile.
 
 # Triton's language, not Python: conditions on constants stand alone.
 # mypy: ignore-errors
+# ruff: noqa: RUF005
 
 from __future__ import annotations
 
@@ -83,6 +84,34 @@ def _values(
     return value, beta, erase, start, end, key, query, most, whole, lift
 
 
+@gluon.jit
+def _warps_most(x, BV: gl.constexpr, N: gl.constexpr, OWN: gl.constexpr):
+    """Largest magnitudes of `[BV, N]`, one of a warp's columns for each lane and neighbour: `[BV, 4, 8]`."""
+    x = gl.max(gl.reshape(gl.abs(x), [BV, N // 32, 4, 8]), 1)
+    return gl.convert_layout(x, OWN, assert_trivial=True)
+
+
+@gluon.jit
+def _largest(value, place, S, unit, BV: gl.constexpr, MMA: gl.constexpr):
+    """The largest magnitude of each row of `value` and of `S unit`, `[BV]`, by way of `place`, `[BV, 4]`: behind one
+    barrier, where Triton's own maximum of each wants two."""
+    ROWS: gl.constexpr = [[16, 0, 0]] if BV == 32 else []
+    OWN: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [8, 0, 0]], [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[0, 1, 0], [0, 2, 0]] + ROWS, [], [BV, 4, 8],
+    )  # fmt: skip
+    ALL: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        [[0, 0], [0, 0]] + [[16, 0]] * len(ROWS), [], [BV, 4],
+    )  # fmt: skip
+    size = _warps_most(S, BV, S.shape[1], OWN)
+    factor = gl.convert_layout(unit, gl.SliceLayout(1, gl.SliceLayout(2, OWN)), assert_trivial=True)
+    size = size * gl.expand_dims(gl.expand_dims(factor, 1), 2)
+    size = gl.maximum(size, _warps_most(value, BV, value.shape[1], OWN))
+    place.store(gl.max(size, 2))
+    return gl.convert_layout(gl.max(place.load(ALL), 1), gl.SliceLayout(1, MMA), assert_trivial=True)
+
+
 @gluon.jit(do_not_specialize=["skip", "H", "HV"])
 def carry_cuda(
     v, rows, factors, decay, solved, reads, source, starts, lengths, offsets, first, count, o, final, states, updates,
@@ -90,16 +119,14 @@ def carry_cuda(
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, VP: gl.constexpr, BT: gl.constexpr,
     DELTA: gl.constexpr, CHANNEL: gl.constexpr, CHUNK: gl.constexpr, TOKENS: gl.constexpr, PER: gl.constexpr,
     FORMAT: gl.constexpr, BV: gl.constexpr, READ: gl.constexpr, KEEP: gl.constexpr, ROWS: gl.constexpr,
-    SOLVED: gl.constexpr, STAGES: gl.constexpr,
+    SOLVED: gl.constexpr,
 ):  # fmt: skip
-    """Arguments of `carry`. FORMAT: "" or one of a tile of all key channels and the program's BV = 32 columns; every
+    """Arguments of `carry`. FORMAT: "" or one of a tile of all key channels and the program's columns, BV = 32; every
     token reads what stood there before the write. ROWS: matrices of a block in `rows`. SOLVED: parts of `solved`,
-    2 or 3. STAGES: blocks in shared memory, 2, or 1 under CHANNEL, where a matrix makes room for the next block's as
-    soon as it was used.
+    2 or 3. A matrix makes room in shared memory for the next block's as soon as it was used.
 
     Grid: (VP / BV * HV * N,), BV / 4 warps.
     """
-    gl.static_assert(CHANNEL or STAGES == 2)  # one orientation of keys is used first, the other last
     SQUARE: gl.constexpr = BT * BK
     PARTS: gl.constexpr = 2 if CHANNEL else 1
     NV: gl.constexpr = VP // BV
@@ -127,23 +154,37 @@ def carry_cuda(
     if READ:
         p_o = o + begin * o_token + i_head * o_head + column[:, None] * o_column
 
-    keys = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BK], SHARED)
-    T = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BT], SHARED)
-    more_T = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BT], SHARED)
+    # By head keys are used first and last.
+    KEYS: gl.constexpr = 1 if CHANNEL else 2
+    keys = gl.allocate_shared_memory(gl.float16, [KEYS, BT, BK], SHARED)
+    T = gl.allocate_shared_memory(gl.float16, [1, BT, BT], SHARED)
+    more_T = gl.allocate_shared_memory(gl.float16, [1, BT, BT], SHARED)
     least_T = more_T
     if SOLVED == 3:
-        least_T = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BT], SHARED)
+        least_T = gl.allocate_shared_memory(gl.float16, [1, BT, BT], SHARED)
     queries, P, more_keys, out, more_out = keys, T, keys, keys, keys
     if READ:
-        queries = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BK], SHARED)
-        P = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BT], SHARED)
+        queries = gl.allocate_shared_memory(gl.float16, [1, BT, BK], SHARED)
+        P = gl.allocate_shared_memory(gl.float16, [1, BT, BT], SHARED)
     if CHANNEL:
-        more_keys = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BK], SHARED)
-        out = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BK], SHARED)
-        more_out = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BK], SHARED)
-    S_parts = gl.allocate_shared_memory(gl.float16, [2, BV, BK], SHARED)
-    u_parts = gl.allocate_shared_memory(gl.float16, [SOLVED, BV, BT], SHARED)
-    out_parts = gl.allocate_shared_memory(gl.float16, [2, BV, BT], SHARED)
+        more_keys = gl.allocate_shared_memory(gl.float16, [1, BT, BK], SHARED)
+        out = gl.allocate_shared_memory(gl.float16, [1, BT, BK], SHARED)
+        more_out = gl.allocate_shared_memory(gl.float16, [1, BT, BK], SHARED)
+    # What warps hand to each other has a place for each part: Triton puts a barrier between two writes to one.
+    high_S_at = gl.allocate_shared_memory(gl.float16, [BV, BK], SHARED)
+    low_S_at = gl.allocate_shared_memory(gl.float16, [BV, BK], SHARED)
+    high_r_at = gl.allocate_shared_memory(gl.float16, [BV, BT], SHARED)
+    low_r_at = gl.allocate_shared_memory(gl.float16, [BV, BT], SHARED)
+    least_r_at = low_r_at
+    if SOLVED == 3:
+        least_r_at = gl.allocate_shared_memory(gl.float16, [BV, BT], SHARED)
+    high_end_at = gl.allocate_shared_memory(gl.float16, [BV, BT], SHARED)
+    low_end_at = gl.allocate_shared_memory(gl.float16, [BV, BT], SHARED)
+    high_u_at, low_u_at = high_end_at, low_end_at
+    if READ:
+        high_u_at = gl.allocate_shared_memory(gl.float16, [BV, BT], SHARED)
+        low_u_at = gl.allocate_shared_memory(gl.float16, [BV, BT], SHARED)
+    most_at = gl.allocate_shared_memory(gl.float32, [BV, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
     at = block.to(gl.int64) * HV + i_head
     # Of rows, one place a value head under CHANNEL, else one a key head; their distance from block to block.
@@ -168,11 +209,6 @@ def carry_cuda(
             if SOLVED == 3:
                 _copy(least_T.index(0), p_T + 2 * BT * BT, BT, BT)
         async_copy.commit_group()
-        if CHANNEL:
-            _copies(out, more_out, p_rows + 2 * SQUARE, 0, BT, BK, 2)
-        if READ:
-            _copy(P.index(0), p_P, BT, BT)
-        async_copy.commit_group()
     at_factor = gl.where(blocks > 0, at, 0)
     p_decay = factors
     if CHANNEL:
@@ -183,33 +219,27 @@ def carry_cuda(
     )  # fmt: skip
     no_tokens = gl.zeros([BV, BT], gl.float32, MMA)
     for j in range(blocks):
-        now = j - j // STAGES * STAGES
         value, beta, erase, start, end, key, query, most, whole, lift = coming
         base, low, high, line = extent(j + skip, lead, length, CHUNK, TOKENS, PER)
         inside = (slot >= low) & (slot < high)
         more = gl.where(j + 1 < blocks, 1, 0)
+        p_out, p_reads = p_rows, p_P
         p_rows = rows + (row_at + more * along) * (ROWS * SQUARE)
         if READ:
             p_P = reads + (at + more * HV) * (BT * BT)
         if DELTA:
             p_T = solved + (at + more * HV) * (SOLVED * BT * BT)
-        then = j + 1 - (j + 1) // STAGES * STAGES
-        async_copy.wait_group(2 if STAGES == 1 else 0)
+        key_now = j - j // KEYS * KEYS
+        async_copy.wait_group(1)
         _barrier()
-        if STAGES == 2:
-            if DELTA or not CHANNEL:
-                _copies(keys, more_keys, p_rows, then, BT, BK, PARTS)
-            if READ:
-                _copy(queries.index(then), p_rows + (4 if CHANNEL else 1) * SQUARE, BT, BK)
-            if DELTA:
-                _copies(T, more_T, p_T, then, BT, BT, 2)
-                if SOLVED == 3:
-                    _copy(least_T.index(then), p_T + 2 * BT * BT, BT, BT)
-            if CHANNEL:
-                _copies(out, more_out, p_rows + 2 * SQUARE, then, BT, BK, 2)
-            if READ:
-                _copy(P.index(then), p_P, BT, BT)
-            async_copy.commit_group()
+        # What this block takes last; of the next one what it takes first, when that was used.
+        if CHANNEL:
+            _copies(out, more_out, p_out + 2 * SQUARE, 0, BT, BK, 2)
+        else:
+            _copy(keys.index(1 - key_now), p_rows, BT, BK)
+        if READ:
+            _copy(P.index(0), p_reads, BT, BT)
+        async_copy.commit_group()
         next_base, next_low, next_high, _ = extent(j + more + skip, lead, length, CHUNK, TOKENS, PER)
         if CHANNEL:
             p_decay = decay + (at + more * HV) * BK
@@ -222,62 +252,57 @@ def carry_cuda(
             gl.store(p_kept, S * unit[:, None])
 
         value = value.to(gl.float32) * beta[None, :]
-        size = gl.maximum(gl.max(gl.abs(value), 1), gl.max(gl.abs(S), 1) * unit)
-        new, down = power_of_two(size)
+        new, down = power_of_two(_largest(value, most_at, S, unit, BV, MMA))
         value = value * down[:, None]
         S = S * (unit * down)[:, None]
         unit = new
         high_S, low_S = fine_parts(S)
-        S_parts.index(0).store(high_S)
-        S_parts.index(1).store(low_S)
-        o_S = S_parts.index(0).load(LEFT)
+        high_S_at.store(high_S)
+        low_S_at.store(low_S)
         r = value
+        # The right sides of products are read before the barrier that the left ones wait for.
         if DELTA:
-            o_low = S_parts.index(1).load(LEFT)
-            o_keys = keys.index(now).permute((1, 0)).load(RIGHT)
+            o_keys = keys.index(key_now).permute((1, 0)).load(RIGHT)
+        if READ:
+            o_queries = queries.index(0).permute((1, 0)).load(RIGHT)
+        o_S = high_S_at.load(LEFT)
+        if DELTA:
+            o_low = low_S_at.load(LEFT)
             seen = mma_v2(o_low, o_keys, no_tokens)
             if CHANNEL:
-                seen = mma_v2(o_S, more_keys.index(now).permute((1, 0)).load(RIGHT), seen)
+                seen = mma_v2(o_S, more_keys.index(0).permute((1, 0)).load(RIGHT), seen)
             seen = mma_v2(o_S, o_keys, no_tokens) + seen
             r = value - seen * erase[None, :]
             if SOLVED == 3:
                 r_parts = short_parts(r)
-                u_parts.index(2).store(r_parts[2])
+                least_r_at.store(r_parts[2])
             else:
                 r_parts = fine_parts(r)
-            u_parts.index(0).store(r_parts[0])
-            u_parts.index(1).store(r_parts[1])
+            high_r_at.store(r_parts[0])
+            low_r_at.store(r_parts[1])
         read = no_tokens
         if READ:
-            read = mma_v2(o_S, queries.index(now).permute((1, 0)).load(RIGHT), no_tokens) * start[None, :]
-        if STAGES == 1:
-            _barrier()
-            if DELTA or not CHANNEL:
-                _copies(keys, more_keys, p_rows, 0, BT, BK, PARTS)
-            if READ:
-                _copy(queries.index(0), p_rows + (4 if CHANNEL else 1) * SQUARE, BT, BK)
-            async_copy.commit_group()
-            async_copy.wait_group(2)
-            _barrier()
+            read = mma_v2(o_S, o_queries, no_tokens) * start[None, :]
+        async_copy.wait_group(1)
+        _barrier()
+        if DELTA and CHANNEL:
+            _copies(keys, more_keys, p_rows, 0, BT, BK, PARTS)
+        if READ:
+            _copy(queries.index(0), p_rows + (4 if CHANNEL else 1) * SQUARE, BT, BK)
+        async_copy.commit_group()
         if DELTA:
-            o_r, o_more = u_parts.index(0).load(LEFT), u_parts.index(1).load(LEFT)
-            o_T = T.index(now).permute((1, 0)).load(RIGHT)
-            o_more_T = more_T.index(now).permute((1, 0)).load(RIGHT)
+            o_T = T.index(0).permute((1, 0)).load(RIGHT)
+            o_more_T = more_T.index(0).permute((1, 0)).load(RIGHT)
+        if DELTA:
+            o_r, o_more = high_r_at.load(LEFT), low_r_at.load(LEFT)
             r = mma_v2(o_r, o_T, no_tokens)
             x = mma_v2(o_more, o_T, no_tokens)
             x = mma_v2(o_r, o_more_T, x)
             if SOLVED == 3:
-                lowest = mma_v2(u_parts.index(2).load(LEFT), o_T, no_tokens)
-                lowest = mma_v2(o_r, least_T.index(now).permute((1, 0)).load(RIGHT), lowest)
+                lowest = mma_v2(least_r_at.load(LEFT), o_T, no_tokens)
+                lowest = mma_v2(o_r, least_T.index(0).permute((1, 0)).load(RIGHT), lowest)
                 x = x + mma_v2(o_more, o_more_T, lowest)
             r = r + x
-        if STAGES == 1:
-            _barrier()
-            if DELTA:
-                _copies(T, more_T, p_T, 0, BT, BT, 2)
-                if SOLVED == 3:
-                    _copy(least_T.index(0), p_T + 2 * BT * BT, BT, BT)
-            async_copy.commit_group()
         if KEEP:
             u = r * unit[:, None]
             if DELTA:
@@ -285,32 +310,38 @@ def carry_cuda(
             gl.store(updates + at * (BT * VP) + slot[None, :] * VP + column[:, None], u)
         u = r * key[None, :]
         high_u, low_u = fine_parts(u * end[None, :])
-        out_parts.index(0).store(high_u)
-        out_parts.index(1).store(low_u)
+        high_end_at.store(high_u)
+        low_end_at.store(low_u)
         if READ:
             high_u, low_u = fine_parts(u)
-            u_parts.index(0).store(high_u)
-            u_parts.index(1).store(low_u)
+            high_u_at.store(high_u)
+            low_u_at.store(low_u)
         less = ((254 << 23) - most.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
         if CHANNEL:
             S = S * (whole * less)[None, :]
         else:
             S = S * (whole * less)
-        if STAGES == 1:
-            async_copy.wait_group(2)
-            _barrier()
-        o_u = out_parts.index(0).load(LEFT)
+        async_copy.wait_group(1)
+        _barrier()
+        if DELTA:
+            _copies(T, more_T, p_T, 0, BT, BT, 2)
+            if SOLVED == 3:
+                _copy(least_T.index(0), p_T + 2 * BT * BT, BT, BT)
+        async_copy.commit_group()
         if CHANNEL:
-            o_out = out.index(now).load(RIGHT)
-            S = mma_v2(o_u, more_out.index(now).load(RIGHT), S)
+            o_out = out.index(0).load(RIGHT)
         else:
-            o_out = keys.index(now).load(RIGHT)
-        S = mma_v2(out_parts.index(1).load(LEFT), o_out, S)
+            o_out = keys.index(key_now).load(RIGHT)
+        if READ:
+            o_P = P.index(0).permute((1, 0)).load(RIGHT)
+        o_u = high_end_at.load(LEFT)
+        if CHANNEL:
+            S = mma_v2(o_u, more_out.index(0).load(RIGHT), S)
+        S = mma_v2(low_end_at.load(LEFT), o_out, S)
         S = mma_v2(o_u, o_out, S)
         if READ:
-            o_P = P.index(now).permute((1, 0)).load(RIGHT)
-            more_read = mma_v2(u_parts.index(1).load(LEFT), o_P, no_tokens)
-            more_read = mma_v2(u_parts.index(0).load(LEFT), o_P, more_read)
+            more_read = mma_v2(low_u_at.load(LEFT), o_P, no_tokens)
+            more_read = mma_v2(high_u_at.load(LEFT), o_P, more_read)
             read = (read + more_read * most) * query[None, :] * unit[:, None]
             token = (base + slot).to(gl.int64)
             m_out = inside[None, :] & (column < V)[:, None]
@@ -324,13 +355,6 @@ def carry_cuda(
                 step, inverse, zero = scales(largest, INT8_LARGEST if FORMAT == "int8" else FP8_LARGEST)
                 rounded = round_codes(gl.fma(S, inverse, zero), FORMAT)
                 S = rounded[0] * step
-        if STAGES == 1:
-            _barrier()
-            if CHANNEL:
-                _copies(out, more_out, p_rows + 2 * SQUARE, 0, BT, BK, 2)
-            if READ:
-                _copy(P.index(0), p_P, BT, BT)
-            async_copy.commit_group()
         at += HV
         row_at += along
 
@@ -416,9 +440,21 @@ def carry_back_cuda(
         more_queries = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BK], SHARED)
         out = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BK], SHARED)
         more_out = gl.allocate_shared_memory(gl.float16, [STAGES, BT, BK], SHARED)
-    S_parts = gl.allocate_shared_memory(gl.float16, [2, BV, BK], SHARED)
-    d_parts = gl.allocate_shared_memory(gl.float16, [2, BV, BT], SHARED)
-    u_parts = gl.allocate_shared_memory(gl.float16, [3, BV, BT], SHARED)
+    # Every part has a place of its own, as in `carry_cuda`.
+    high_S_at = gl.allocate_shared_memory(gl.float16, [BV, BK], SHARED)
+    low_S_at = gl.allocate_shared_memory(gl.float16, [BV, BK], SHARED)
+    high_d_at = gl.allocate_shared_memory(gl.float16, [BV, BT], SHARED)
+    low_d_at = gl.allocate_shared_memory(gl.float16, [BV, BT], SHARED)
+    high_start_at = gl.allocate_shared_memory(gl.float16, [BV, BT], SHARED)
+    low_start_at = gl.allocate_shared_memory(gl.float16, [BV, BT], SHARED)
+    high_u_at, middle_u_at, low_u_at, high_r_at, low_r_at = high_d_at, high_d_at, high_d_at, high_d_at, high_d_at
+    if DELTA:
+        high_u_at = gl.allocate_shared_memory(gl.float16, [BV, BT], SHARED)
+        middle_u_at = gl.allocate_shared_memory(gl.float16, [BV, BT], SHARED)
+        low_u_at = gl.allocate_shared_memory(gl.float16, [BV, BT], SHARED)
+        high_r_at = gl.allocate_shared_memory(gl.float16, [BV, BT], SHARED)
+        low_r_at = gl.allocate_shared_memory(gl.float16, [BV, BT], SHARED)
+    most_at = gl.allocate_shared_memory(gl.float32, [BV, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
     at = (block + blocks - 1).to(gl.int64) * HV + i_head
     row_at, along = at, HV
@@ -437,10 +473,10 @@ def carry_back_cuda(
         if DELTA:
             _copies(T, more_T, p_T, 0, BT, BT, 2)
             _copy(least_T.index(0), p_T + 2 * BT * BT, BT, BT)
-        async_copy.commit_group()
-        if DELTA or not CHANNEL:
-            _copies(keys, more_keys, p_rows, 0, BT, BK, PARTS)
-        _copies(queries, more_queries, p_rows + (4 if CHANNEL else 1) * SQUARE, 0, BT, BK, PARTS)
+        if STAGES == 2:
+            if DELTA or not CHANNEL:
+                _copies(keys, more_keys, p_rows, 0, BT, BK, PARTS)
+            _copies(queries, more_queries, p_rows + (4 if CHANNEL else 1) * SQUARE, 0, BT, BK, PARTS)
         async_copy.commit_group()
     at_factor = gl.where(blocks > 0, at, 0)
     p_decay = factors
@@ -459,12 +495,18 @@ def carry_back_cuda(
         base, low, high, line = extent(j + skip, lead, length, CHUNK, TOKENS, PER)
         inside = (slot >= low) & (slot < high)
         more = gl.where(j > 0, 1, 0)
+        p_keys = p_rows
         p_rows = rows + (row_at - more * along) * (ROWS * SQUARE)
         p_P = reads + (at - more * HV) * (2 * BT * BT)
         if DELTA:
             p_T = solved + (at - more * HV) * (3 * BT * BT)
-        async_copy.wait_group(2 if STAGES == 1 else 0)
+        async_copy.wait_group(1 if STAGES == 1 else 0)
         _barrier()
+        if STAGES == 1:  # as in `carry_cuda`
+            if DELTA or not CHANNEL:
+                _copies(keys, more_keys, p_keys, 0, BT, BK, PARTS)
+            _copies(queries, more_queries, p_keys + (4 if CHANNEL else 1) * SQUARE, 0, BT, BK, PARTS)
+            async_copy.commit_group()
         if STAGES == 2:
             if CHANNEL:
                 _copies(out, more_out, p_rows + 2 * SQUARE, then, BT, BK, 2)
@@ -497,57 +539,53 @@ def carry_back_cuda(
         gl.store(cotangents + (at * VP + column[:, None]) * BK + channel[None, :], dS)
 
         d = D.to(gl.float32) * query[None, :]
-        unit, down = power_of_two(gl.maximum(gl.max(gl.abs(d), 1), gl.max(gl.abs(dS), 1)))
+        unit, down = power_of_two(_largest(d, most_at, dS, gl.full([BV], 1.0, gl.float32, COLUMN), BV, MMA))
         d = d * down[:, None]
         dS = dS * down[:, None]
         high_S, low_S = fine_parts(dS)
-        S_parts.index(0).store(high_S)
-        S_parts.index(1).store(low_S)
+        high_S_at.store(high_S)
+        low_S_at.store(low_S)
         high_d, low_d = fine_parts(d)
-        d_parts.index(0).store(high_d)
-        d_parts.index(1).store(low_d)
-        o_S = S_parts.index(0).load(LEFT)
+        high_d_at.store(high_d)
+        low_d_at.store(low_d)
+        # The right sides of products are read before the barrier that the left ones wait for.
         if CHANNEL:
             o_out = out.index(now).permute((1, 0)).load(RIGHT)
-            dr = mma_v2(o_S, more_out.index(now).permute((1, 0)).load(RIGHT), no_tokens)
         else:
             o_out = keys.index(now).permute((1, 0)).load(RIGHT)
-            dr = no_tokens
-        dr = mma_v2(S_parts.index(1).load(LEFT), o_out, dr)
-        dr = (mma_v2(o_S, o_out, no_tokens) + dr) * end[None, :]
-        o_d = d_parts.index(0).load(LEFT)
         o_P = P.index(now).load(RIGHT)
-        x = mma_v2(d_parts.index(1).load(LEFT), o_P, no_tokens)
+        o_S = high_S_at.load(LEFT)
+        dr = no_tokens
+        if CHANNEL:
+            dr = mma_v2(o_S, more_out.index(now).permute((1, 0)).load(RIGHT), no_tokens)
+        dr = mma_v2(low_S_at.load(LEFT), o_out, dr)
+        dr = (mma_v2(o_S, o_out, no_tokens) + dr) * end[None, :]
+        o_d = high_d_at.load(LEFT)
+        x = mma_v2(low_d_at.load(LEFT), o_P, no_tokens)
         x = mma_v2(o_d, more_P.index(now).load(RIGHT), x)
         dr = (mma_v2(o_d, o_P, dr) + x) * key[None, :]
+        if DELTA:
+            high_u, middle_u, low_u = short_parts(dr)
+            high_u_at.store(high_u)
+            middle_u_at.store(middle_u)
+            low_u_at.store(low_u)
         if STAGES == 1:
+            async_copy.wait_group(1)
             _barrier()
             if CHANNEL:
                 _copies(out, more_out, p_rows + 2 * SQUARE, 0, BT, BK, 2)
             _copies(P, more_P, p_P, 0, BT, BT, 2)
             async_copy.commit_group()
-            async_copy.wait_group(2)
-            _barrier()
         if DELTA:
-            high_u, middle_u, low_u = short_parts(dr)
-            u_parts.index(0).store(high_u)
-            u_parts.index(1).store(middle_u)
-            u_parts.index(2).store(low_u)
-            o_u, o_more = u_parts.index(0).load(LEFT), u_parts.index(1).load(LEFT)
             o_T, o_more_T = T.index(now).load(RIGHT), more_T.index(now).load(RIGHT)
-            lowest = mma_v2(u_parts.index(2).load(LEFT), o_T, no_tokens)
+            o_u, o_more = high_u_at.load(LEFT), middle_u_at.load(LEFT)
+            lowest = mma_v2(low_u_at.load(LEFT), o_T, no_tokens)
             dr = mma_v2(o_u, o_T, no_tokens)
             lowest = mma_v2(o_u, least_T.index(now).load(RIGHT), lowest)
             x = mma_v2(o_more, o_T, no_tokens)
             lowest = mma_v2(o_more, o_more_T, lowest)
             x = mma_v2(o_u, o_more_T, x)
             dr = dr + (x + lowest)
-        if STAGES == 1:
-            _barrier()
-            if DELTA:
-                _copies(T, more_T, p_T, 0, BT, BT, 2)
-                _copy(least_T.index(0), p_T + 2 * BT * BT, BT, BT)
-            async_copy.commit_group()
         dr = dr * most
         true = dr * unit[:, None]
         gl.store(drhs + at * (BT * VP) + slot[None, :] * VP + column[:, None], true)
@@ -560,34 +598,33 @@ def carry_back_cuda(
         else:
             dS = dS * whole
         high_d, low_d = fine_parts(d * start[None, :])
-        d_parts.index(0).store(high_d)
-        d_parts.index(1).store(low_d)
+        high_start_at.store(high_d)
+        low_start_at.store(low_d)
         if DELTA:
             high_u, low_u = fine_parts(dr * -erase[None, :])
-            u_parts.index(0).store(high_u)
-            u_parts.index(1).store(low_u)
+            high_r_at.store(high_u)
+            low_r_at.store(low_u)
         if STAGES == 1:
-            async_copy.wait_group(2)
+            async_copy.wait_group(1)
             _barrier()
-        o_d = d_parts.index(0).load(LEFT)
+            if DELTA:
+                _copies(T, more_T, p_T, 0, BT, BT, 2)
+                _copy(least_T.index(0), p_T + 2 * BT * BT, BT, BT)
+            async_copy.commit_group()
         o_q = queries.index(now).load(RIGHT)
+        if DELTA:
+            o_keys = keys.index(now).load(RIGHT)
+        o_d = high_start_at.load(LEFT)
         if CHANNEL:
             dS = mma_v2(o_d, more_queries.index(now).load(RIGHT), dS)
-        dS = mma_v2(d_parts.index(1).load(LEFT), o_q, dS)
+        dS = mma_v2(low_start_at.load(LEFT), o_q, dS)
         dS = mma_v2(o_d, o_q, dS)
         if DELTA:
-            o_u = u_parts.index(0).load(LEFT)
-            o_keys = keys.index(now).load(RIGHT)
+            o_u = high_r_at.load(LEFT)
             if CHANNEL:
                 dS = mma_v2(o_u, more_keys.index(now).load(RIGHT), dS)
-            dS = mma_v2(u_parts.index(1).load(LEFT), o_keys, dS)
+            dS = mma_v2(low_r_at.load(LEFT), o_keys, dS)
             dS = mma_v2(o_u, o_keys, dS)
-        if STAGES == 1:
-            _barrier()
-            if DELTA or not CHANNEL:
-                _copies(keys, more_keys, p_rows, 0, BT, BK, PARTS)
-            _copies(queries, more_queries, p_rows + (4 if CHANNEL else 1) * SQUARE, 0, BT, BK, PARTS)
-            async_copy.commit_group()
         at -= HV
         row_at -= along
 

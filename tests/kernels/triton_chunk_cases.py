@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ from lattn_compile.kernels import (
     chunk,
     chunk_call,
     chunk_channel,
+    chunk_channel_cuda,
     chunk_fine,
+    chunk_keys_cuda,
     chunk_levels,
+    chunk_levels_cuda,
     chunk_math,
     chunk_pairs,
     chunk_rows,
@@ -65,7 +69,7 @@ def _parts_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_call, "PART", torch.float32)
     for module in (chunk_math, chunk_levels, chunk_tiles):
         monkeypatch.setattr(module, "exact_operand", _exact_operand)
-    for module in (chunk_channel, chunk_tiles):
+    for module in (chunk_math, chunk_channel, chunk_tiles):
         monkeypatch.setattr(module, "exp2", _exp2)
     for module in (chunk_math, chunk_channel, chunk_pairs, chunk_rows):
         monkeypatch.setattr(module, "half", _half)
@@ -112,9 +116,11 @@ def bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     """float32 inputs are taken for bf16; both loops over blocks, see `chunk_fine.is_spread`."""
     monkeypatch.setattr(chunk_call, "LOW", (torch.float32,))
     if request.param == "spread":
-        loops = interpreted(chunk_state_cuda, tmp_path)
+        found = types.SimpleNamespace()
+        for module in (chunk_state_cuda, chunk_channel_cuda, chunk_keys_cuda, chunk_levels_cuda):
+            vars(found).update(vars(interpreted(module, tmp_path)))
         monkeypatch.setattr(chunk_fine, "is_spread", lambda device: True)
-        monkeypatch.setattr(chunk_fine, "loops", lambda: loops)
+        monkeypatch.setattr(chunk_fine, "gluon", lambda: found)
 
 
 def _bf16(call: Call) -> Call:
