@@ -38,7 +38,16 @@ from lattn_compile.kernels.reference import replay as reference
 DEVICE = "cuda"
 KEY_HEADS, VALUE_HEADS, KEY, VALUE = 16, 32, 128, 128
 WINDOW = 16
-CASES = (("gdn", "int8"), ("kda", "int8"), ("kda", "fp8"), ("gdn", "fp8"))
+CASES = (
+    ("gdn", "int8"),
+    ("kda", "int8"),
+    ("kda", "fp8"),
+    ("gdn", "fp8"),
+    ("gdn", "nvfp4"),
+    ("gdn", "int8+int8"),
+    ("kda", "fp8+fp8_e4m3"),
+)
+"""Kinds, and formats of anchors, with "+" that of records."""
 NAMES = ("q", "k", "v", "g", "beta")
 
 
@@ -57,6 +66,7 @@ class Call:
         self.v = normal(tokens, value_heads, VALUE)
         self.g = -torch.nn.functional.softplus(torch.randn(gates, generator=rng, device=DEVICE) - 2)
         self.beta = torch.rand(tokens, value_heads, generator=rng, device=DEVICE).bfloat16()
+        spec, _, factors = spec.partition("+")
         quantize = Quantizer(parse(spec))
         state = torch.randn(1, value_heads, KEY, VALUE, generator=rng, device=DEVICE)
         self.anchor = quantize.qdq(state)
@@ -70,7 +80,7 @@ class Call:
             "scale": KEY**-0.5,
             "qk_l2norm": True,
             "window": WINDOW,
-            "factors": None,
+            "factors": factors or None,
             "anchor_format": None,
             "quantize": quantize,
             "readout": "before_write",
@@ -295,7 +305,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--launch", nargs="+", default=[replay_launch.CHOSEN], choices=list(replay_launch.LAUNCHES))
-    parser.add_argument("--cases", nargs="+", default=["/".join(case) for case in CASES], help="kind/format")
+    every = ["/".join(case) for case in CASES]
+    parser.add_argument("--cases", nargs="+", default=every, help="kind/format of anchors[+format of records]")
     parser.add_argument("--by-kernel", action="store_true")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--processes", type=int, default=12, help="that compile")

@@ -3,6 +3,7 @@
 Nothing waits for lengths; grids follow from shapes. Windows are worked on in stretches (`replay_windows.py`), as many
 at a time as the workspace holds. Of a stretch, the forward is
 
+    encode      keys as they are written, all at once; under `factors`                  replay_factors.py
     relate      what tokens of a window are to each other, all windows at once         replay_prepare.py
     prepare     what windows need besides the state
     walk        the state from window to window, rounded at their ends, and outputs    replay_walk.py
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lattn_compile.formats.factors import FACTORS
 from lattn_compile.formats.quantizer import Identity, Quantizer
 from lattn_compile.kernels.common.host import on, refused, refused_rounding
 from lattn_compile.kernels.reference.records import handed_on
@@ -38,7 +40,7 @@ from lattn_compile.kernels.replay_ring import (
     through_backward,
     written,
 )
-from lattn_compile.kernels.replay_run import GRADS, Run, States, Stretch, padded, tiles
+from lattn_compile.kernels.replay_run import GRADS, Run, States, Stretch, padded, prepared, tiles
 from lattn_compile.ring import Ring
 
 __all__ = ["backward", "forward", "supports"]
@@ -62,8 +64,11 @@ def supports(
     """
     if (why := refused(device, dtype, key_dim, value_dim)) is not None:
         return why
-    if factors is not None:
-        return f"the Triton replay kernel keeps its updates as they are, not as {factors}"
+    if factors not in FACTORS:
+        return f"the Triton replay kernel knows no records in {factors}"
+    if factors not in (None, "bf16") and padded(value_dim) * padded(key_dim) > _MAX_TILE:
+        state = f"a state of K = {key_dim}, V = {value_dim}"
+        return f"an update in {factors} has one scale, and {state} does not fit into one program"
     if quantize is None:
         return None
     if (why := refused_rounding("replay", quantize, key_dim, value_dim)) is not None:
@@ -88,7 +93,7 @@ def _run(
     readout: str,
     identity: Identity | None,
 ) -> Run:
-    assert factors is None and identity is None
+    assert identity is None and (factors is None or read is None)
     return Run(
         tokens,
         sequences,
@@ -99,11 +104,15 @@ def _run(
         fmt=None if quantize is None else quantize.fmt,
         after=readout == "after_write",
         paired=read is not None,
+        factors=factors,
         cast="" if read is None or anchor_format in (None, "fp32") else str(anchor_format),
     )
 
 
 def _tokens(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None) -> Tokens:
+    if not all(x.dtype is torch.bfloat16 for x in (q, k, v)):
+        # Triton's products of float64 refuse what was loaded in 16 bits.
+        q, k = q.float(), k.float()
     return Tokens(_joined(q), _joined(k), _joined(v), None if g is None else _joined(g), beta)
 
 
@@ -149,10 +158,9 @@ def forward(
         run = _run(_tokens(q, k, v, g, beta), (starts, lengths, cursor), read, rule=rule, window=window, **options)
         record = run.new(run.sequences, window - 1, run.value_heads, run.value_dim) if keep else None
         if run.count and anchor.numel():
-            start, work = _entering(anchor, read, ring, cursor, rule), Stretch(run)
+            start = _entering(anchor, read, ring, cursor, rule)
             source, target = (run.between(read is not None) for _ in range(2))
-            for first in run.stretches(work.slots):
-                work.prepare(first)
+            for first, work in prepared(run):
                 work.walk(first, start, source, target, anchors=anchors, o=o, record=record)
                 source, target = target, source
         if record is None:

@@ -15,6 +15,8 @@ import triton.language as tl
 
 from lattn_compile.kernels.common.inputs import rstd
 from lattn_compile.kernels.common.products import (
+    fixed,
+    fixed_product,
     flipped,
     gate_exp,
     halves,
@@ -23,7 +25,7 @@ from lattn_compile.kernels.common.products import (
     summed,
 )
 
-__all__ = ["level", "load_rows", "norms", "parted"]
+__all__ = ["level", "load_rows", "norms", "parted", "power_below"]
 
 
 @triton.jit
@@ -45,6 +47,12 @@ def norms(x, row, inside, stride, K: tl.constexpr, BK: tl.constexpr, BS: tl.cons
 
 
 @triton.jit
+def power_below(x):
+    """The largest power of two up to `x >= 0`; 0 of subnormal numbers."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def parted(half, BT: tl.constexpr):
     """bool `[BT, BT]`: pairs that the middle of 2 `half` tokens parts, the later one in front."""
     row, column = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
@@ -53,18 +61,35 @@ def parted(half, BT: tl.constexpr):
 
 @triton.jit
 def level(
-    P, A, q, k, g, half, BT: tl.constexpr, DELTA: tl.constexpr,
-    PART: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, WIDE: tl.constexpr,
+    P, A, q, k, w, g, half, BT: tl.constexpr, DELTA: tl.constexpr,
+    PART: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, WIDE: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Adds to `P` and `A` the pairs that the middle of 2 `half` tokens parts; q, k, g: some channels `[BT, ..]`."""
-    weight = gate_exp(summed(halves(half, BT), g, PART, PRECISION, ASSEMBLY, WIDE), PART)
+    """Adds to `P` and `A` the pairs that the middle of 2 `half` tokens parts.
+
+    Args:
+        q, k, g: some channels `[BT, ..]`, w: of the keys as they are written, which are others if APART. k and w have
+            norms up to 1, or any if WIDE.
+        A: a float64 matrix if WIDE, else three as `fixed_product` has them.
+    """
+    weight = gate_exp(summed(halves(half, BT), g, PART, PRECISION, ASSEMBLY, WIDE))
     here = parted(half, BT)
     weighted = k.to(weight.dtype) * weight
-    o_k = operand(weighted, PART, ASSEMBLY)
-    o_early = flipped(o_k)
+    written = weighted
+    if APART:
+        written = w.to(weight.dtype) * weight
+    o_early = flipped(operand(written, PART, ASSEMBLY))
     P += tl.where(here, product(operand(q * weight.to(tl.float32), PART, ASSEMBLY), o_early, PRECISION), 0.0)
     if WIDE:
-        A += tl.where(here, tl.dot(weighted, tl.trans(weighted), out_dtype=tl.float64), 0.0)
+        A = (A[0] + tl.where(here, tl.dot(weighted, tl.trans(written), out_dtype=tl.float64), 0.0),)
     elif DELTA:
-        A += tl.where(here, product(o_k, o_early, PRECISION), 0.0)
+        f_early = fixed(written, PART, ASSEMBLY)
+        f_late = f_early
+        if APART:
+            f_late = fixed(weighted, PART, ASSEMBLY)
+        found = fixed_product(f_late, flipped(f_early))
+        A = (
+            A[0] + tl.where(here, found[0], 0.0),
+            A[1] + tl.where(here, found[1], 0.0),
+            A[2] + tl.where(here, found[2], 0.0),
+        )
     return P, A

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lattn_compile.kernels.reference.records import handed_on
 from lattn_compile.kernels.reference.span import Tokens
-from lattn_compile.kernels.replay_run import GRADS, Run, States, Stretch
+from lattn_compile.kernels.replay_run import GRADS, Run, States, Stretch, prepared
 from lattn_compile.ring import Ring
 
 __all__ = ["before_stretches", "left", "pending", "recomputed", "spread_", "through", "through_backward", "written"]
@@ -74,9 +74,7 @@ def before_stretches(run: Run, start: States) -> list[States]:
     sources = [run.between(start.copies is not None)]
     if last == 0:
         return sources
-    work = Stretch(run, multiple=inner)
-    for first in range(0, last, work.slots):
-        work.prepare(first)
+    for first, work in prepared(run, multiple=inner, last=last):
         for at in range(first, min(first + work.slots, last), inner):
             sources.append(run.between(start.copies is not None))
             work.walk(first, start, sources[-2], sources[-1], at=at, span=inner)
@@ -112,8 +110,12 @@ def left(ring: Ring | None, run: Run, window: int, updates: Tensor, *, raw: bool
         rows = x[index] if run.count else x.new_zeros(*index.shape, *x.shape[1:])
         return _masked(rows.float(), mine)
 
-    keys = taken(k)
-    if run.norm:
+    codes, sizes = run.written
+    if codes is not None and sizes is not None:
+        keys = taken(codes) * taken(sizes)[..., None]
+    else:
+        keys = taken(k)
+    if codes is None and run.norm:
         keys = keys * torch.rsqrt(keys.square().sum(-1, keepdim=True) + 1e-6)
     parts = (g, v if raw else None, beta if raw else None)
     new = Ring(keys, _masked(updates, mine), *(None if x is None else taken(x) for x in parts))

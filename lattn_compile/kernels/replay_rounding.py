@@ -15,7 +15,7 @@ from lattn_compile.formats.int8.triton import LARGEST as INT8_LARGEST
 from lattn_compile.formats.nvfp4.triton import BLOCK, GROUP
 from lattn_compile.kernels.common.codec import block_scales, round_codes, scales
 
-__all__ = ["rounded"]
+__all__ = ["coded", "rounded"]
 
 _INFINITE = tl.constexpr(0x7F800000)
 
@@ -54,6 +54,22 @@ def _over_tiles(bits, TILE_V: tl.constexpr, TILE_K: tl.constexpr, BV: tl.constex
         most = tl.max(tl.reshape(bits, (G, 16, BK // TILE_K, TILE_K)), 3)
         most = tl.broadcast_to(_over_columns(most, TILE_V, BV), (G, 16, BK // TILE_K))
         return tl.reshape(tl.broadcast_to(most[:, :, :, None], (G, 16, BK // TILE_K, TILE_K)), (G, 16, BK))
+
+
+@triton.jit
+def coded(S, FORMAT: tl.constexpr, BLOCK_V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr):
+    """`S [BV / 16, 16, BK]` as codes, numbers that bf16 holds exactly, and what those of a column are to be multiplied
+    with: in a format whose tiles have all channels."""
+    tl.static_assert(FORMAT == "int8" or FORMAT == "fp8_e4m3" or FORMAT == "bf16")
+    if FORMAT == "bf16":
+        return round_bf16(S), tl.full([1, 1, 1], 1.0, tl.float32)
+    else:
+        # A NaN may come with any sign.
+        bits = S.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        LARGEST: tl.constexpr = INT8_LARGEST if FORMAT == "int8" else FP8_LARGEST
+        step, inverse, zero = scales(_over_tiles(bits, BLOCK_V, BK, BV, BK), LARGEST)
+        code, _ = round_codes(tl.fma(S, inverse, zero), FORMAT)
+        return code, step
 
 
 @triton.jit

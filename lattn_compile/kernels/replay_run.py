@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +14,16 @@ from lattn_compile.formats import Format, Nvfp4, TiledFormat
 from lattn_compile.kernels.common.host import interpreted
 from lattn_compile.kernels.common.launch import launched
 from lattn_compile.kernels.reference.span import Tokens
+from lattn_compile.kernels.replay_factors import encode
 from lattn_compile.kernels.replay_gradients import contract, deliver, settle, tally
 from lattn_compile.kernels.replay_launch import launch
-from lattn_compile.kernels.replay_prepare import BACKWARD, FORWARD, prepare, relate
+from lattn_compile.kernels.replay_prepare import prepare, relate
+from lattn_compile.kernels.replay_prepare import tiles as operand_tiles
 from lattn_compile.kernels.replay_retreat import retreat
 from lattn_compile.kernels.replay_walk import walk
 from lattn_compile.kernels.replay_windows import Windows, windows
 
-__all__ = ["GRADS", "Run", "States", "Stretch", "padded", "tiles"]
+__all__ = ["GRADS", "Run", "States", "Stretch", "padded", "prepared", "tiles"]
 
 GRADS = ("dq", "dk", "dv", "dg", "dbeta")
 
@@ -54,10 +57,16 @@ def tiles(fmt: Format | None, key_dim: int, value_dim: int) -> dict[str, Any]:
 
 def _part(*tensors: Tensor) -> str:
     """Of what type operands are (`common/products.py`)."""
-    if interpreted():
-        # The interpreter has nothing but fp16 to try two parts with, which has not the range for states elsewhere.
-        return "fp16" if all(x.dtype is torch.float16 for x in tensors) else "fp32"
-    return "bf16" if all(x.dtype is torch.bfloat16 for x in tensors) else "fp32"
+    if not all(x.dtype is torch.bfloat16 for x in tensors):
+        return "fp32"
+    return "emulated" if interpreted() else "bf16"
+
+
+class Written(NamedTuple):
+    """Keys as they are written: codes `[M, H, K]` in the type of operands, times sizes, fp32 `[M, H]`."""
+
+    codes: Tensor | None = None
+    sizes: Tensor | None = None
 
 
 class States(NamedTuple):
@@ -83,13 +92,15 @@ class Run:
         after: bool = False,
         paired: bool = False,
         cast: str = "",
+        factors: str | None = None,
     ) -> None:
         """Finds out which windows there are.
 
         Args:
             tokens: as `kernels.reference.replay.forward` takes them. sequences: starts, lengths and leads, int64 `[N]`.
             fmt: of the state at the end of a window; paired: of its read copy. None rounds nothing.
-            after: a window's last token reads what is stored. cast: paired: what states are cast to.
+            after: tokens read their updates, and a window's last one the state, as written. cast: paired: what states
+            are cast to. factors: format of keys and updates as they are written.
         """
         self.tokens = tokens
         q, k, v, g, _ = tokens
@@ -100,12 +111,16 @@ class Run:
         self.launch = launch()
         self.keys, self.size = padded(self.key_dim), padded(window)
         part = _part(q, k, v)
-        self.parts = 1 if part == "fp32" else 2
-        self.stored = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[part]
+        self.parts = 1 if part == "fp32" else 3
+        self.stored = torch.bfloat16 if part == "bf16" else torch.float32
+        self.rows = self.decay != 2
         self.write = tiles(fmt, self.key_dim, self.value_dim) | {"PAIR": paired, "CAST": cast}
         self.paired, self.after = paired, after and bool(self.write["FORMAT"])
+        self.factors = factors or ""
         most = padded(self.value_dim)
         self.walk_columns = max(_LEAST, self.write["BLOCK_V"], min(self.launch.walk_columns, most))
+        if self.factors not in ("", "bf16"):
+            self.walk_columns = most  # a token's update has one scale
         self.columns = min(most, self.launch.slab_columns)
         self.retreat_columns = min(most, self.launch.retreat_columns)
         width = max(self.walk_columns, self.columns, self.retreat_columns)
@@ -127,17 +142,38 @@ class Run:
             "PRECISION": "ieee" if interpreted() else PRECISION,
             "ASSEMBLY": torch.version.hip is None,
         }
+        self.rounding = {"FACTORS": self.factors, "APART": bool(self.factors) and not after}
         self.pairs = {**self.inside, "BK": self.keys}
         self.common = {**self.pairs, "V": self.value_dim, "VP": self.width, "K": self.key_dim, "NORM": self.norm}
+        self.written = self._encoded()
+
+    def _encoded(self) -> Written:
+        k = self.tokens.k
+        if not self.factors or not self.count:
+            return Written()
+        found = Written(
+            k.new_empty(k.shape, dtype=torch.bfloat16 if self.parts > 1 else torch.float32),
+            self.new(self.count, self.key_heads),
+        )
+        rows = max(1, 2048 // self.keys)
+        launched(encode)[(triton.cdiv(self.count, rows) * self.key_heads,)](
+            k, *found, self.count, *k.stride(), self.key_heads, K=self.key_dim, BK=self.keys, ROWS=rows,
+            NORM=self.norm, FACTORS=self.factors, num_warps=4,
+        )  # fmt: skip
+        return found
+
+    def tiles(self, *, backward: bool) -> int:
+        """Operand tiles of a window."""
+        return operand_tiles(self.parts, self.rows, backward)
 
     def slots(self, *, backward: bool) -> int:
         """Windows of a stretch: as many as the workspace may take."""
-        size, keys, width, item = self.size, self.keys, self.width, self.parts * self.stored.itemsize
-        places = BACKWARD if backward else FORWARD
-        one = (places * size * keys + size * size) * item + 4 * (2 * size * size + size * width + keys + size)
+        size, keys, width, item = self.size, self.keys, self.width, self.stored.itemsize
+        one = (self.tiles(backward=backward) * size * keys + self.parts * size * size) * item
+        one += 4 * (2 * size * size + size * width + keys + 4 * size)
         if backward:
-            states = 2 + self.paired
-            one += states * width * keys * item + 4 * (states * size * width + 3 * size * keys + 2 * size * size + keys)
+            states, errors = 2 + self.paired, 2 + self.paired + bool(self.factors)
+            one += 4 * (states * width * keys + errors * size * width + 3 * size * keys + 2 * size * size + keys)
         given = sum(x.nbytes for x in (*self.tokens, self.tokens.v) if x is not None)
         most = max(int(_SHARE * given), _SMALL) // (one * self.value_heads)
         return max(1, min(most, self.windows.ranks))
@@ -159,19 +195,25 @@ class Run:
 class Stretch:
     """The workspace of a stretch of a run, and what fills it."""
 
-    def __init__(self, run: Run, *, backward: bool = False, multiple: int = 1) -> None:
-        """Takes the memory. multiple: of windows that there are, if there can be so many."""
+    def __init__(self, run: Run, *, backward: bool = False, multiple: int = 1, share: int = 1) -> None:
+        """Takes the memory. multiple: of windows that there are, if there can be so many. share: workspaces beside each
+        other."""
         self.run, self.slots = run, run.slots(backward=backward)
+        if self.slots < run.windows.ranks:
+            self.slots = max(1, self.slots // share)
         self.slots = max(multiple, self.slots // multiple * multiple)
         slots, heads, size, keys, width, new = self.slots, run.value_heads, run.size, run.keys, run.width, run.new
-        wide = torch.float64 if run.parts == 1 else torch.float32
-        self.system = new(slots, heads, size, size, dtype=wide) if run.inside["DELTA"] else None
-        self.places = BACKWARD if backward else FORWARD
-        self.operands = new(slots, heads, self.places, run.parts, size * keys, dtype=run.stored)
+        self.system = new(slots, heads, size, size, dtype=torch.float64) if run.inside["DELTA"] else None
+        self.backward, self.tiles = backward, run.tiles(backward=backward)
+        self.operands = new(slots, heads, self.tiles, size * keys, dtype=run.stored)
         self.reads = new(slots, heads, run.parts, size, size, dtype=run.stored)
         self.overlaps = new(slots, heads, size, size) if run.inside["DELTA"] else None
         self.errors = new(slots, heads, width, size)
         self.whole, self.strengths = new(slots, heads, keys), new(slots, heads, size)
+        self.weights = new(slots, heads, 2, size) if run.rows else None
+        self.owns = new(slots, heads, size) if run.rounding["APART"] else None
+        self.written: Tensor | None = None
+        self.downs: Tensor | None = None
         self.kept: Tensor | None = None
         self.copies: Tensor | None = None
         self.anchored: Tensor | None = None
@@ -179,11 +221,15 @@ class Stretch:
         self.late: Tensor | None = None
         if not backward:
             return
-        self.kept, self.dkept = (new(slots, heads, run.parts, width, keys, dtype=run.stored) for _ in range(2))
+        self.kept, self.dkept = (new(slots, heads, width, keys) for _ in range(2))
         self.derrors = new(slots, heads, width, size)
         if run.paired:
-            self.copies = new(*self.kept.shape, dtype=run.stored)
+            self.copies = new(*self.kept.shape)
             self.anchored, self.danchored = (new(slots, heads, width, size) for _ in range(2))
+        if run.factors:
+            self.written = new(slots, heads, width, size)
+        if run.rounding["APART"]:
+            self.downs = new(slots, heads, size)
         self.by_channel, self.by_pair = new(slots, heads, 3, size, keys), new(slots, heads, 2, size, size)
         self.by_slot = new(slots, heads, keys // run.slab, 3, size)
         self.of_record, self.dwhole = new(slots, heads, size), new(slots, heads, keys)
@@ -195,17 +241,17 @@ class Stretch:
         run, way, (q, k, v, g, beta) = self.run, self.run.launch, self.run.tokens
         slots = min(self.slots, run.windows.ranks - first)
         launched(relate)[(slots * run.value_heads,)](
-            q, k, g, beta, *run.windows.tables(), self.system, self.reads, self.overlaps, self.strengths, run.scale,
-            first, *q.stride(), *k.stride(), *_three(g), *_two(beta), run.key_heads, run.value_heads, K=run.key_dim,
-            BS=min(run.keys, way.pair_channels), DECAY=run.decay, BETA=beta is not None, NORM=run.norm, **run.pairs,
-            num_warps=run.pair_warps, num_stages=1,
+            q, k, g, beta, *run.written, *run.windows.tables(), self.system, self.reads, self.overlaps,
+            self.strengths, self.owns, run.scale, first, *q.stride(), *k.stride(), *_three(g), *_two(beta),
+            run.key_heads, run.value_heads, K=run.key_dim, BS=min(run.keys, way.pair_channels),
+            DECAY=run.decay, BETA=beta is not None, NORM=run.norm, **run.pairs,
+            **run.rounding, SOLVE=self.backward or not run.factors, num_warps=run.pair_warps, num_stages=1,
         )  # fmt: skip
         launched(prepare)[(slots * run.value_heads,)](
-            q, k, v, g, *run.windows.tables(), self.system, self.operands, self.errors, self.whole, run.scale, first,
-            *q.stride(), *k.stride(), *v.stride(), *_three(g), run.key_heads, run.value_heads,
-            BS=run.slab, BV=run.columns, DECAY=run.decay, **run.common, PLACES=self.places,
-            BACK=self.places == BACKWARD,
-            num_warps=run.slab_warps, num_stages=1,
+            q, k, v, g, *run.written, *run.windows.tables(), self.system, self.operands, self.weights, self.errors,
+            self.whole, run.scale, first, *q.stride(), *k.stride(), *v.stride(), *_three(g), run.key_heads,
+            run.value_heads, BS=run.slab, BV=run.columns, DECAY=run.decay, **run.common, FACTORS=run.factors,
+            TILES=self.tiles, BACK=self.backward, num_warps=run.slab_warps, num_stages=1,
         )  # fmt: skip
 
     def walk(
@@ -233,17 +279,17 @@ class Stretch:
         run, table = self.run, self.run.windows
         at, span = first if at is None else at, self.slots if span is None else span
         programs = run.width // run.walk_columns * run.value_heads * run.sequences
-        kept = (self.kept, self.copies, self.anchored, self.late) if keep else (None,) * 4
+        kept = (self.kept, self.copies, self.anchored, self.written, self.late) if keep else (None,) * 5
         to = States(None) if target is None else target
         launched(walk)[(programs,)](
-            run.tokens.q, self.operands, self.reads, self.errors, self.whole, self.strengths, table.starts,
-            table.lengths, table.leads, *table.order(), start.states, source.states, to.states, start.copies,
-            source.copies, to.copies, final, anchors, o, *kept, record, run.scale, first, at,
+            run.tokens.q, self.operands, self.reads, self.weights, self.errors, self.overlaps, self.owns, self.whole,
+            self.strengths, table.starts, table.lengths, table.leads, *table.order(), start.states, source.states,
+            to.states, start.copies, source.copies, to.copies, final, anchors, o, *kept, record, run.scale, first, at,
             min(at + span, table.ranks), *run.tokens.q.stride(), *_three(o), run.key_heads, run.value_heads,
             BV=run.walk_columns, **run.common, **run.write, AFTER=run.after and o is not None, ON=target is not None,
             FINAL=final is not None, ANCHORS=anchors is not None, READ=o is not None and not keep, KEEP=keep,
-            RECORD=record is not None, PLACES=self.places, num_warps=_warps(run.walk_columns, run.keys),
-            num_stages=run.stages[0],
+            RECORD=record is not None, TILES=self.tiles, ROWS=run.rows, **run.rounding,
+            num_warps=_warps(run.walk_columns, run.keys), num_stages=run.stages[0],
         )  # fmt: skip
 
     def retreat(
@@ -259,13 +305,13 @@ class Stretch:
         run, table = self.run, self.run.windows
         programs = run.width // run.retreat_columns * run.value_heads * run.sequences
         launched(retreat)[(programs,)](
-            run.tokens.q, self.operands, self.reads, self.whole, self.strengths, table.starts, table.lengths,
-            table.leads, *table.order(), grad_o, grad_anchor, drecord, dstates, dcopies, self.derrors,
+            run.tokens.q, self.operands, self.reads, self.weights, self.owns, self.whole, self.strengths, table.starts,
+            table.lengths, table.leads, *table.order(), grad_o, grad_anchor, drecord, dstates, dcopies, self.derrors,
             self.danchored, self.dkept, run.scale, first, min(first + self.slots, table.ranks),
             *run.tokens.q.stride(), *_three(grad_o), run.key_heads, run.value_heads, BV=run.retreat_columns,
             **run.common, AFTER=run.after, PAIR=run.paired, ANCHORS=grad_anchor is not None,
-            READ=grad_o is not None, RECORD=drecord is not None, PLACES=self.places,
-            num_warps=_warps(run.retreat_columns, run.keys), num_stages=run.stages[1],
+            READ=grad_o is not None, RECORD=drecord is not None, TILES=self.tiles, ROWS=run.rows,
+            **run.rounding, num_warps=_warps(run.retreat_columns, run.keys), num_stages=run.stages[1],
         )  # fmt: skip
 
     def deliver(
@@ -285,24 +331,27 @@ class Stretch:
             "READ": grad_o is not None,
         }  # fmt: skip
         launched(settle)[(slots * run.value_heads,)](
-            *table.tables(), self.system, self.errors, self.anchored, self.derrors, self.danchored, grad_o, dupdates,
-            into["dv"], self.by_pair, self.of_record, first, *_three(grad_o), *_two(into["dv"]), run.value_heads,
+            *table.tables(), self.system, self.errors, self.anchored, self.written, self.derrors, self.danchored,
+            self.overlaps, self.strengths, grad_o, dupdates, into["dv"], self.by_pair, self.of_record, self.downs,
+            first, *_three(grad_o), *_two(into["dv"]), run.value_heads,
             BV=min(run.columns, way.pair_columns), **values, RECORD=drecord is not None,
-            num_warps=run.pair_warps, num_stages=1,
+            **run.rounding, num_warps=run.pair_warps, num_stages=1,
         )  # fmt: skip
         launched(contract)[(run.keys // channels, slots * run.value_heads)](
-            *table.tables(), self.errors, self.anchored, self.derrors, self.danchored, self.kept, self.copies,
-            self.dkept, grad_o, self.by_channel, self.dwhole, first, *_three(grad_o), run.value_heads, BK=run.keys,
-            BV=run.columns, BS=channels, **values, num_warps=run.slab_warps, num_stages=way.contract_stages,
+            *table.tables(), self.errors if self.written is None else self.written, self.anchored, self.derrors,
+            self.danchored, self.kept, self.copies, self.dkept, grad_o, self.by_channel, self.dwhole, first,
+            *_three(grad_o), run.value_heads, BK=run.keys, BV=run.columns, BS=channels, **values,
+            num_warps=run.slab_warps, num_stages=way.contract_stages,
         )  # fmt: skip
         late = 0 if self.late is None or grad_o is None else self.late.shape[2]
         dq, dk, dg, dbeta = (into.get(name) for name in ("dq", "dk", "dg", "dbeta"))
         launched(deliver)[(slots * run.key_heads,)](
-            q, k, g, *table.tables(), self.operands, self.strengths, self.whole, self.by_channel, self.by_pair,
-            self.by_slot, self.dwhole, self.late, dkeys, dq, dk, dg, run.scale, first, *q.stride(), *k.stride(),
-            *_three(g), *_two(dq), *_two(dk), *_two(dg), run.key_heads, run.value_heads, K=run.key_dim, BS=run.slab,
-            RATIO=run.value_heads // run.key_heads, DECAY=run.decay, NORM=run.norm, LATE=late,
-            RECORD=drecord is not None, PLACES=self.places, **run.pairs, num_warps=run.slab_warps, num_stages=1,
+            q, k, g, *run.written, *table.tables(), self.strengths, self.whole, self.by_channel, self.by_pair,
+            self.by_slot, self.downs, self.dwhole, self.late, dkeys, dq, dk, dg, run.scale, first, *q.stride(),
+            *k.stride(), *_three(g), *_two(dq), *_two(dk), *_two(dg), run.key_heads, run.value_heads,
+            K=run.key_dim, BS=run.slab, RATIO=run.value_heads // run.key_heads, DECAY=run.decay, NORM=run.norm,
+            LATE=late,
+            RECORD=drecord is not None, **run.rounding, **run.pairs, num_warps=run.slab_warps, num_stages=1,
         )  # fmt: skip
         if beta is None and run.decay != 1:
             return
@@ -310,8 +359,49 @@ class Stretch:
             *table.tables(), self.reads, self.overlaps, self.strengths, self.by_pair, self.by_slot, self.of_record,
             dg, dbeta, first, *_two(dg), *_two(dbeta), run.value_heads, W=run.inside["W"], BT=run.size,
             SLABS=run.keys // run.slab, DELTA=run.inside["DELTA"], DECAY=run.decay, BETA=beta is not None,
-            PART=run.inside["PART"], RECORD=drecord is not None, num_warps=run.pair_warps, num_stages=1,
+            PART=run.inside["PART"], RECORD=drecord is not None, FACTORS=run.factors, num_warps=run.pair_warps,
+            num_stages=1,
         )  # fmt: skip
+
+
+def prepared(run: Run, *, multiple: int = 1, last: int | None = None) -> Iterator[tuple[int, Stretch]]:
+    """The stretches of a run, prepared, with their first ranks, for a walk each; those that begin before rank `last`.
+
+    On a GPU one is prepared ahead, on a stream of its own: a walk is one program for some columns of a head, which
+    leaves half of the device idle. This stream waits for it, so that what it frees is free.
+    """
+    q = run.tokens.q
+    works = [Stretch(run, multiple=multiple, share=2)]
+    firsts = range(0, run.windows.ranks if last is None else last, works[0].slots)
+    if len(firsts) <= 1 or not q.is_cuda:
+        for first in firsts:
+            works[0].prepare(first)
+            yield first, works[0]
+        return
+    works.append(Stretch(run, multiple=multiple, share=2))
+    here, ahead = torch.cuda.current_stream(q.device), _stream(q.device)
+    ahead.wait_stream(here)
+    walked: list[torch.cuda.Event | None] = [None, None]
+
+    def begun(n: int) -> torch.cuda.Event:
+        with torch.cuda.stream(ahead):
+            if (event := walked[n % 2]) is not None:
+                ahead.wait_event(event)
+            works[n % 2].prepare(firsts[n])
+            return ahead.record_event()
+
+    ready = begun(0)
+    for n, first in enumerate(firsts):
+        here.wait_event(ready)
+        if n + 1 < len(firsts):
+            ready = begun(n + 1)
+        yield first, works[n % 2]
+        walked[n % 2] = here.record_event()
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _warps(columns: int, keys: int) -> int:

@@ -2,11 +2,11 @@
 
 An operand is a tuple of tensors that add up to it. PART tells of what type:
 
-    "fp32"  one fp32 tensor; products are as precise as PRECISION (of `tl.dot`) says
-    "bf16"  of what came as bf16 that tensor, of an fp32 number two bf16 tensors that hold 16 of its bits: so a product
-    of
-            bf16 inputs is exact but for its sum in fp32, and any other one to 2^-16
-    "fp16"  the same with fp16, for Triton's interpreter, whose bf16 products are wrong; it has not the range for more
+    "fp32"      one fp32 tensor, of a float64 number two; products are as precise as PRECISION (of `tl.dot`) says
+    "bf16"      of what came as bf16 that tensor, of an fp32 number three bf16 tensors, which hold all its bits;
+                `coarse` leaves the first two, 16 bits. So a product of bf16 inputs is exact but for its sum in fp32.
+                Of a float64 number four, with 32 of its bits
+    "emulated"  the same numbers in fp32 tensors, for Triton's interpreter, whose bf16 products are wrong
 """
 
 # Triton's language, not Python: tuples grow, conditions on constants stand alone.
@@ -23,6 +23,9 @@ from lattn_compile.kernels.common.inputs import no_less, no_more
 
 __all__ = [
     "after_sum",
+    "coarse",
+    "fixed",
+    "fixed_product",
     "flipped",
     "gate_exp",
     "halves",
@@ -42,6 +45,8 @@ __all__ = [
 _CLEARED = tl.constexpr(-256.0)
 _COARSE = tl.constexpr(1.5 * 2.0**15)  # adding it rounds |x| <= 256 to a multiple of 2^-8
 _CORNER = tl.constexpr(16)
+_STEPS_8 = tl.constexpr(1.5 * 2.0**15)  # adding it rounds |x| <= 1 to a multiple of 2^-8
+_STEPS_16 = tl.constexpr(1.5 * 2.0**7)  # likewise |x| <= 2^-9 of 2^-16
 
 
 @triton.jit
@@ -54,8 +59,11 @@ def _pairs(x):
 
 @triton.jit
 def _half(x, PART: tl.constexpr, ASSEMBLY: tl.constexpr):
-    if PART == "fp16":
-        return x.to(tl.float16)
+    """fp32 `x` rounded to bf16's 8 bits."""
+    if PART == "emulated":
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, x)
     elif ASSEMBLY:
         return _pairs(x)
     else:
@@ -65,84 +73,122 @@ def _half(x, PART: tl.constexpr, ASSEMBLY: tl.constexpr):
 @triton.jit
 def operand(x, PART: tl.constexpr, ASSEMBLY: tl.constexpr = True):
     """A tensor as an operand. ASSEMBLY: by PTX, which other than NVIDIA's devices have not."""
-    tl.static_assert(PART == "fp32" or PART == "bf16" or PART == "fp16")
-    if PART == "fp32":
+    tl.static_assert(PART == "fp32" or PART == "bf16" or PART == "emulated")
+    if x.dtype == tl.float64:
+        high = x.to(tl.float32)
+        low = (x - high.to(tl.float64)).to(tl.float32)
+        if PART == "fp32":
+            return high, low
+        else:
+            return operand(high, PART, ASSEMBLY) + (_half(low, PART, ASSEMBLY),)
+    elif PART == "fp32":
         return (x.to(tl.float32),)
-    elif x.dtype == (tl.bfloat16 if PART == "bf16" else tl.float16):
-        return (x,)
+    elif x.dtype == tl.bfloat16:
+        if PART == "emulated":
+            return (x.to(tl.float32),)
+        else:
+            return (x,)
     else:
         x = x.to(tl.float32)
         high = _half(x, PART, ASSEMBLY)
-        return high, _half(x - high.to(tl.float32), PART, ASSEMBLY)
+        rest = x - high.to(tl.float32)
+        middle = _half(rest, PART, ASSEMBLY)
+        return high, middle, _half(rest - middle.to(tl.float32), PART, ASSEMBLY)
+
+
+@triton.jit
+def coarse(a):
+    """An operand to 16 bits, where no more are wanted."""
+    if len(a) == 3:
+        return a[0], a[1]
+    else:
+        return a
 
 
 @triton.jit
 def joined(a):
     """What an operand stands for, fp32."""
-    if len(a) == 2:
-        return a[0].to(tl.float32) + a[1].to(tl.float32)
-    else:
-        return a[0].to(tl.float32)
+    total = a[len(a) - 1].to(tl.float32)
+    for i in tl.static_range(1, len(a)):
+        total = a[len(a) - 1 - i].to(tl.float32) + total
+    return total
 
 
 @triton.jit
 def flipped(a):
     """The transpose of an operand."""
-    if len(a) == 2:
-        return tl.trans(a[0]), tl.trans(a[1])
-    else:
-        return (tl.trans(a[0]),)
+    out = ()
+    for i in tl.static_range(len(a)):
+        out = out + (tl.trans(a[i]),)
+    return out
 
 
 @triton.jit
 def shared(a, G: tl.constexpr):
     """An operand `[m, n]` for G products at once, `[G, m, n]`."""
-    if len(a) == 2:
-        M: tl.constexpr = a[0].shape[0]
-        N: tl.constexpr = a[0].shape[1]
-        return tl.broadcast_to(a[0][None, :, :], (G, M, N)), tl.broadcast_to(a[1][None, :, :], (G, M, N))
-    else:
-        M1: tl.constexpr = a[0].shape[0]
-        N1: tl.constexpr = a[0].shape[1]
-        return (tl.broadcast_to(a[0][None, :, :], (G, M1, N1)),)
+    M: tl.constexpr = a[0].shape[0]
+    N: tl.constexpr = a[0].shape[1]
+    out = ()
+    for i in tl.static_range(len(a)):
+        out = out + (tl.broadcast_to(a[i][None, :, :], (G, M, N)),)
+    return out
 
 
 @triton.jit
-def product(a, b, PRECISION: tl.constexpr):
+def product(a, b, PRECISION: tl.constexpr, WAY: tl.constexpr = 0):
     """`a @ b` of operands, fp32; the smallest terms first. PRECISION: of fp32 operands, as in `tl.dot`.
 
+    Terms below the last bits of the result are left out: those of parts whose places add up to more than that of the
+    last part of either.
+
     Triton 3.6 names what it has compiled by the tensors of all arguments in a row: in one kernel, operands of one and
-    two parts and of two and one must not have the same shapes. Tests of the compiled kernels look for that.
+    three parts, of three and one and of two and two must not have the same shapes, or else another WAY, which does
+    nothing but be part of the name. Tests of the compiled kernels look for that.
     """
-    if len(a) == 2 and len(b) == 2:
-        out = tl.dot(a[1], b[0])
-        out = tl.dot(a[0], b[1], out)
-        return tl.dot(a[0], b[0], out)
-    elif len(a) == 2:
-        out = tl.dot(a[1], b[0])
-        return tl.dot(a[0], b[0], out)
-    elif len(b) == 2:
-        out = tl.dot(a[0], b[1])
-        return tl.dot(a[0], b[0], out)
-    else:
-        return tl.dot(a[0], b[0], input_precision=PRECISION)
+    A: tl.constexpr = len(a)
+    B: tl.constexpr = len(b)
+    LAST: tl.constexpr = (A if A > B else B) - 1
+    out = tl.dot(a[A - 1], b[LAST - A + 1], input_precision=PRECISION)
+    for place in tl.static_range(LAST + 1):
+        for i in tl.static_range(A):
+            # The first of all stands above.
+            if (LAST - place - i >= 0) and (LAST - place - i < B) and (place > 0 or i != A - 1):
+                out = tl.dot(a[i], b[LAST - place - i], out, input_precision=PRECISION)
+    return out
+
+
+@triton.jit
+def fixed(x, PART: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """fp32 `|x| <= 1` as three tensors of an operand's type: a multiple of 2^-8, of 2^-16, and the rest to 2^-26."""
+    first = (x + _STEPS_8) - _STEPS_8
+    rest = x - first
+    second = (rest + _STEPS_16) - _STEPS_16
+    return _half(first, PART, ASSEMBLY), _half(second, PART, ASSEMBLY), _half(rest - second, PART, ASSEMBLY)
+
+
+@triton.jit
+def fixed_product(a, b):
+    """`a @ b` of what `fixed` made, as three fp32 numbers whose sum in float64 is right to 2^-30 or so: the first two
+    are sums of products of few bits, hence exact where vectors have norms up to 1."""
+    second = tl.dot(a[0], b[1], tl.dot(a[1], b[0]))
+    third = tl.dot(a[0], b[2], tl.dot(a[2], b[0], tl.dot(a[1], b[1])))
+    return tl.dot(a[0], b[0]), second, third
 
 
 @triton.jit
 def store_operand(p, a, NEXT):
-    """Stores an operand of as many parts as PART has at the pointers `p`, the second part NEXT further."""
-    tl.store(p, a[0])
-    if len(a) == 2:
-        tl.store(p + NEXT, a[1])
+    """Stores an operand at the pointers `p`, every further part NEXT behind the last."""
+    for i in tl.static_range(len(a)):
+        tl.store(p + i * NEXT, a[i])
 
 
 @triton.jit
 def load_operand(p, NEXT, PARTS: tl.constexpr):
-    """What `store_operand` stored."""
-    if PARTS == 2:
-        return tl.load(p), tl.load(p + NEXT)
-    else:
-        return (tl.load(p),)
+    """What `store_operand` stored, or its first PARTS."""
+    out = ()
+    for i in tl.static_range(PARTS):
+        out = out + (tl.load(p + i * NEXT),)
+    return out
 
 
 @triton.jit
@@ -152,9 +198,10 @@ def held(g):
 
 
 @triton.jit
-def gate_exp(x, PART: tl.constexpr):
-    """`exp(x)` of `x <= 0`."""
-    if PART != "fp32" or x.dtype == tl.float64:
+def gate_exp(x, FAST: tl.constexpr = False):
+    """`exp(x)` of `x <= 0`. FAST: the hardware's, off by up to two units of the last place, for what no state is
+    multiplied with."""
+    if FAST or x.dtype == tl.float64:
         return tl.exp(x)
     else:
         return exact_exp(x)
@@ -211,20 +258,20 @@ def halves(half, BT: tl.constexpr):
 def summed(which, x, PART: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, WIDE: tl.constexpr):
     """`which @ x`, `which` of zeros and ones: sums over slots `[BT, channels]`, each of its own ones; float64 if WIDE.
 
-    In parts with 16 bits of each number: a gate is off by x 2^-17 at most, `exp` of it by 2^-18 (`x exp(x) < 1 / 2`).
+    In as many parts as there are: `exp` of a gate that is off by x 2^-17 would be off by 2^-18.
     """
     if WIDE:
         return tl.dot(which.to(tl.float64), x.to(tl.float64), out_dtype=tl.float64)
     elif PART == "fp32":
         return tl.dot(which, x, input_precision=PRECISION)
     else:
-        # Not by `product`: Triton 3.6 takes its one and two parts for two and one, see `product`.
-        one = which.to(tl.bfloat16 if PART == "bf16" else tl.float16)
+        # Not by `product`, whose other products here have the shapes of these.
         parts = operand(x, PART, ASSEMBLY)
-        if len(parts) == 2:
-            return tl.dot(one, parts[0], tl.dot(one, parts[1]))
-        else:
-            return tl.dot(one, parts[0])
+        one = which.to(parts[0].dtype)
+        out = tl.dot(one, parts[len(parts) - 1])
+        for i in tl.static_range(1, len(parts)):
+            out = tl.dot(one, parts[len(parts) - 1 - i], out)
+        return out
 
 
 @triton.jit
