@@ -4,8 +4,9 @@
 
 Shapes are those of `benchmarks/model_decode.py`. Each number is that of a CUDA graph of two dozen launches, one behind
 the other, on different weights that no cache holds together, and of the floor, which is reading the weights at the
-bandwidth of a copy. `--tiles` tries launches of other constants than the kernel's own choice. Processes share a GPU by
-taking turns (`--lock`).
+bandwidth of a copy. Of 17 rows and more a sum that is cut into pieces is added up by a kernel of torch's here, which is
+a part of the next one in a compiled graph. `--tiles` tries launches of other constants than the kernel's own choice.
+Processes share a GPU by taking turns (`--lock`).
 """
 
 from __future__ import annotations
@@ -33,9 +34,16 @@ SHAPES = [
 TILES = [
     (4, 16, 64, 4, 4), (4, 16, 64, 4, 6), (4, 16, 128, 4, 3), (8, 16, 64, 8, 3), (4, 32, 64, 4, 4), (2, 32, 64, 4, 5),
     (8, 32, 64, 8, 3), (2, 16, 128, 2, 5), (1, 16, 256, 1, 4), (1, 32, 128, 4, 5), (1, 64, 128, 4, 4),
-    (4, 64, 64, 8, 3),
+    (4, 64, 64, 8, 3), (1, 16, 256, 1, 3), (2, 16, 128, 2, 4), (2, 16, 128, 2, 6), (4, 16, 64, 4, 8), (8, 16, 64, 8, 4),
 ]  # fmt: skip
 """PARTS, BLOCK_N, BLOCK_K, warps, stages."""
+
+TILES_OF_SOME = [
+    (1, 64, 64, 4, 4), (1, 64, 64, 4, 6), (1, 64, 64, 4, 8), (1, 32, 64, 4, 6), (1, 128, 64, 4, 4), (1, 128, 64, 4, 6),
+    (1, 128, 64, 4, 8), (1, 128, 64, 8, 6), (4, 64, 64, 4, 4), (4, 64, 64, 4, 6), (4, 64, 64, 4, 8), (8, 64, 64, 4, 4),
+    (8, 128, 64, 4, 4), (2, 64, 64, 4, 8),
+]  # fmt: skip
+"""SPLITS, BLOCK_N, BLOCK_K, warps, stages: of 17 rows and more."""
 
 LAUNCHES = 24
 
@@ -59,8 +67,9 @@ def measure(shape: tuple[int, int, bool], rows: int, tiles: bool, lock: Path | N
     import torch
     from torch.nn.functional import silu
 
-    from lattn_compile.kernels import few_rows
+    from lattn_compile.kernels import few_rows, some_rows
 
+    kernels = few_rows if rows <= few_rows.MOST_ROWS else some_rows
     columns, depth, pair = shape
     copies = max(2, min(LAUNCHES, (1 << 28) // (2 * columns * depth)))
     new = {"device": "cuda", "dtype": torch.bfloat16}
@@ -74,19 +83,21 @@ def measure(shape: tuple[int, int, bool], rows: int, tiles: bool, lock: Path | N
         return silu(products[0]) * products[1] if pair else products[0]
 
     def ours(i: int) -> Any:
-        return few_rows.forward(x, *weights[i % copies], pair=pair)[0]
+        return kernels.forward(x, *weights[i % copies], pair=pair)[0]
 
     row = {"columns": columns, "depth": depth, "pair": pair, "rows": rows, "bytes": 2 * columns * depth * (1 + pair)}
     calls: list[tuple[str, Callable[[int], Any], Any]] = [("library", library, None), ("ours", ours, None)]
     if tiles:
-        calls += [("ours", ours, tile) for tile in TILES]
+        calls += [("ours", ours, tile) for tile in (TILES if kernels is few_rows else TILES_OF_SOME)]
     for name, call, tile in calls:
         try:
             with contextlib.ExitStack() as stack:
                 if tile is not None:
-                    keys = ("PARTS", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
-                    chosen = {**dict(zip(keys, tile, strict=True)), "ROWS": max(8, 1 << (rows - 1).bit_length())}
-                    stack.enter_context(mock.patch.object(few_rows, "tile", lambda *args, c=chosen: c))
+                    cut = "PARTS" if kernels is few_rows else "SPLITS"
+                    chosen = dict(zip((cut, "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"), tile, strict=True))
+                    if kernels is few_rows:
+                        chosen["ROWS"] = max(8, 1 << (rows - 1).bit_length())
+                    stack.enter_context(mock.patch.object(kernels, "tile", lambda *args, c=chosen: c))
                 error = float((call(0).double() - want).abs().max() / want.abs().max())
                 with turn(lock):
                     us = timed(call)

@@ -26,6 +26,8 @@ _PROGRAMS = 264
 _BLOCK = 32
 """Keys of a product, and of the shortest stretch."""
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
 _ROWS = 16
 """Query heads of a group at most: rows of a product."""
 
@@ -68,7 +70,8 @@ def attend(
             neighbours. mask: `[B, S]`, added to scores, mask_seq apart.
         out: `[B, GROUPS * SHARE, stretches, V]`, contiguous: of the softmax over the stretch, in its own type with
             WHOLE, there being one; else fp32, and not divided by sums.
-        tops, sums: `[B, GROUPS * SHARE, stretches]`, fp32: the largest score, and the sum of e^(score - top).
+        tops, sums: `[B, GROUPS * SHARE, stretches]`, fp32: the largest score times log2 e, and the sum of
+            2^(score - top).
         STRETCH: keys of one, a multiple of BLOCK_S.
 
     Grid: (B * GROUPS, stretches).
@@ -97,12 +100,13 @@ def attend(
         score = tl.dot(b_q, tl.trans(b_k)) * scale
         if MASK:
             score += tl.load(mask + i_seq.to(tl.int64) * mask_seq + s, mask=here, other=0.0).to(tl.float32)[None, :]
-        score = tl.where(here[None, :], score, float("-inf"))
+        # In powers of two, as cuDNN has it: what is less than fp32 holds then is shut like -inf.
+        score = tl.where(here[None, :], score * _LOG2_E, float("-inf"))
         now = tl.maximum(top, tl.max(score, 1))
         # Where all keys so far are shut there is no largest score, and no difference to it.
         level = tl.where(now == float("-inf"), 0.0, now)
-        weight = tl.exp(score - level[:, None])
-        kept = tl.exp(top - level)
+        weight = tl.exp2(score - level[:, None])
+        kept = tl.exp2(top - level)
         total = total * kept + tl.sum(weight, 1)
         acc = tl.dot(weight.to(b_v.dtype), b_v, acc * kept[:, None])
         top = now
@@ -133,8 +137,10 @@ def forward(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale:
 
     Args:
         q: `[B, heads, D]`. keys: `[B, groups, S, D]`. values: `[B, groups, S, V]`. Head h reads those of group
-            `h // (heads / groups)`. mask: `[B or 1, S]` or None, added to the scores; where all are -inf the
-            result is 0.
+            `h // (heads / groups)`. mask: `[B or 1, S]` or None, added to the scores. Where
+            it shuts all keys the result is 0, by -inf or by a number that fp32 does not hold times log2 e, as bf16's
+            least one: that is what cuDNN gives. By more than that (it writes -65504 for a false mask), and all keys
+            are seen, by their scores, as those come out of the sum.
     """
     q, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values))
     batch, heads, key_dim = q.shape
@@ -155,6 +161,6 @@ def forward(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale:
     if tops is None or sums is None:
         return out.view(batch, heads, value_dim)
     top = tops.amax(-1, keepdim=True)
-    share = (tops - top.masked_fill(top == -torch.inf, 0.0)).exp()
+    share = (tops - top.masked_fill(top == -torch.inf, 0.0)).exp2()
     total = (sums * share).sum(-1, keepdim=True)
     return ((out * share[..., None]).sum(2) / total.masked_fill(total == 0.0, 1.0)).to(q.dtype)

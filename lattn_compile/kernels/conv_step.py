@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lattn_compile.kernels.common.early import wait_for_before
 from lattn_compile.kernels.common.inputs import exp
-from lattn_compile.kernels.common.launch import launched
+from lattn_compile.kernels.common.launch import aligned, launched
 from lattn_compile.kernels.decode_step import sigmoid, softplus
 
 __all__ = ["SOURCES", "Gates", "convolve", "forward"]
@@ -51,10 +51,19 @@ _BLOCK = 256
 _ROWS = 4
 """Of the projection, in one program."""
 
+_INPUTS = 2048
+"""Of the projection at once: all on their way together."""
+
 
 @triton.jit
 def _load(x, i_seq, c, token, group, RUN: tl.constexpr, mask):
     return tl.load(x + (i_seq * token + c // RUN * group + c % RUN), mask=mask, other=0.0)
+
+
+@triton.jit
+def _number(words, I: tl.constexpr, dtype: tl.constexpr):
+    """Number I of the four of 16 bits in each word."""
+    return ((words >> (16 * I)) & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -88,6 +97,7 @@ def convolve(
     TAPS: tl.constexpr,
     KEPT: tl.constexpr,
     WIDTH: tl.constexpr,
+    WORDS: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -113,22 +123,23 @@ def convolve(
         past: `[N, CHANNELS, KEPT]`, contiguous, oldest first; written. TAPS - 1 <= KEPT.
         weight: `[CHANNELS, TAPS]`, contiguous. bias: `[CHANNELS]` or None. out: `[N, CHANNELS]`, contiguous.
         WIDTH: a power of two, at least KEPT.
+        WORDS: KEPT and TAPS are 4 and numbers of 16 bits: a channel's are one aligned word of 64.
         x: `[N, INPUTS]`, matrix: `[ROWS, INPUTS]`, projected: `[N, ROWS]`, contiguous, `matrix @ x`; ROWS 0: none.
         GATES: of ROWS / 2 heads, which the projection is made into instead: beta `[N, heads]`, the sigmoid of rows
             BETA_AT + head // BETA_RUN * BETA_GROUP + head % BETA_RUN * BETA_STEP, and g `[N, heads]`, fp32,
             `-exp(log_rate) * softplus(row + rate_bias)` of the others; log_rate, rate_bias: `[heads]`. Else all None.
         EARLY: launched while the kernel before may still run.
 
-    Grid: (ceil(CHANNELS / BLOCK) + ceil(ROWS / ROW_BLOCK), N).
+    Grid: (ceil(ROWS / ROW_BLOCK) + ceil(CHANNELS / BLOCK), N).
     """
     if EARLY:
         wait_for_before()
     i_seq = tl.program_id(1).to(tl.int64)
-    i_block = tl.program_id(0)
-    BLOCKS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
+    PROJECTING: tl.constexpr = (ROWS + ROW_BLOCK - 1) // ROW_BLOCK
+    i_block = tl.program_id(0) - PROJECTING
     if ROWS:
-        if i_block >= BLOCKS:
-            number = (i_block - BLOCKS) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)
+        if i_block < 0:
+            number = tl.program_id(0) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)
             HEADS: tl.constexpr = ROWS // 2
             head = number % HEADS
             row = number
@@ -136,14 +147,14 @@ def convolve(
                 of_beta = BETA_AT + head // BETA_RUN * BETA_GROUP + head % BETA_RUN * BETA_STEP
                 row = tl.where(number < HEADS, of_beta, G_AT + head // G_RUN * G_GROUP + head % G_RUN * G_STEP)
             column = tl.arange(0, INPUT_BLOCK)
-            total = tl.zeros([ROW_BLOCK, INPUT_BLOCK], tl.float32)
+            total = tl.zeros([ROW_BLOCK], tl.float32)
             for first in range(0, INPUTS, INPUT_BLOCK):
                 mine = first + column < INPUTS
                 b_x = tl.load(x + i_seq * INPUTS + first + column, mask=mine, other=0.0).to(tl.float32)
                 p_matrix = matrix + row[:, None] * INPUTS + (first + column)[None, :]
                 b_matrix = tl.load(p_matrix, mask=(number < ROWS)[:, None] & mine[None, :], other=0.0).to(tl.float32)
-                total += b_matrix * b_x[None, :]
-            value = tl.sum(total, 1).to(x.dtype.element_ty)
+                total += tl.sum(b_matrix * b_x[None, :], 1)
+            value = total.to(x.dtype.element_ty)
             if GATES:
                 wide = value.to(tl.float32)
                 strength = sigmoid(wide).to(value.dtype).to(beta.dtype.element_ty)
@@ -164,26 +175,37 @@ def convolve(
     if c is not None:
         at = channel - B_END
         new += _load(c, i_seq, at, c_token, c_group, C_RUN, (at >= 0) & inside)
-
-    slot = tl.arange(0, WIDTH)
-    row = inside[:, None] & (slot < KEPT)[None, :]
-    p_past = past + (i_seq * CHANNELS + channel)[:, None] * KEPT + slot[None, :]
-    kept = tl.load(p_past, mask=row, other=0.0)
-    later = tl.load(p_past + 1, mask=row & (slot < KEPT - 1)[None, :], other=0.0)
-    tap = slot - (KEPT + 1 - TAPS)
-    p_weight = weight + channel[:, None] * TAPS + tap[None, :]
-    w = tl.load(p_weight, mask=row & (tap >= 0)[None, :], other=0.0).to(tl.float32)
-    y = tl.sum(kept.to(tl.float32) * w, 1)
-    last = tl.load(weight + channel * TAPS + (TAPS - 1), mask=inside, other=0.0).to(tl.float32)
-    y += new.to(tl.float32) * last
+    if WORDS:
+        dtype: tl.constexpr = past.dtype.element_ty
+        word: tl.constexpr = tl.pointer_type(tl.int64)
+        p_word = past.to(word, bitcast=True) + i_seq * CHANNELS + channel
+        kept = tl.load(p_word, mask=inside, other=0)
+        w = tl.load(weight.to(word, bitcast=True) + channel, mask=inside, other=0)
+        y = _number(kept, 1, dtype) * _number(w, 0, dtype)
+        y += _number(kept, 2, dtype) * _number(w, 1, dtype)
+        y += _number(kept, 3, dtype) * _number(w, 2, dtype)
+        y += new.to(tl.float32) * _number(w, 3, dtype)
+        newest = new.to(tl.int16, bitcast=True).to(tl.int64) << 48
+        tl.store(p_word, ((kept >> 16) & 0xFFFFFFFFFFFF) | newest, mask=inside)
+    else:
+        slot = tl.arange(0, WIDTH)
+        row = inside[:, None] & (slot < KEPT)[None, :]
+        p_past = past + (i_seq * CHANNELS + channel)[:, None] * KEPT + slot[None, :]
+        kept = tl.load(p_past, mask=row, other=0.0)
+        later = tl.load(p_past + 1, mask=row & (slot < KEPT - 1)[None, :], other=0.0)
+        tap = slot - (KEPT + 1 - TAPS)
+        is_tap = row & (tap >= 0)[None, :]
+        w = tl.load(weight + channel[:, None] * TAPS + tap[None, :], mask=is_tap, other=0.0).to(tl.float32)
+        last = tl.load(weight + channel * TAPS + (TAPS - 1), mask=inside, other=0.0).to(tl.float32)
+        y = tl.sum(tl.where(is_tap, kept.to(tl.float32) * w, 0.0), 1) + new.to(tl.float32) * last
+        tl.debug_barrier()  # another thread's lane of `later` lies where this one writes
+        tl.store(p_past, tl.where((slot == KEPT - 1)[None, :], new[:, None], later), mask=row)
     if bias is not None:
         y += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     if SILU:
         y = y.to(out.dtype.element_ty).to(tl.float32)
         y = tl.div_rn(y, 1.0 + exp(-y))
     tl.store(out + i_seq * CHANNELS + channel, y.to(out.dtype.element_ty), mask=inside)
-    tl.debug_barrier()  # another thread's lane of `later` lies where this one writes
-    tl.store(p_past, tl.where((slot == KEPT - 1)[None, :], new[:, None], later), mask=row)
 
 
 def forward(
@@ -220,12 +242,14 @@ def forward(
         beta = x.new_empty(sequences, rows // 2, dtype=strength)
     elif x is not None:
         projected = x.new_empty(sequences, rows)
-    blocks = triton.cdiv(channels, _BLOCK) + triton.cdiv(rows, _ROWS)
+    blocks = triton.cdiv(rows, _ROWS) + triton.cdiv(channels, _BLOCK)
+    four = kept == weight.shape[1] == 4 and past.element_size() == weight.element_size() == 2
     launched(convolve)[(blocks, sequences)](
         *memory, past, weight, bias, out, x, matrix, projected, g, beta, log_rate, rate_bias, *steps,
         CHANNELS=channels, A_END=new[0][1], B_END=sum(x[1] for x in new[:2]), A_RUN=runs[0], B_RUN=runs[1],
-        C_RUN=runs[2], TAPS=weight.shape[1], KEPT=kept, WIDTH=triton.next_power_of_2(kept), SILU=silu, BLOCK=_BLOCK,
-        ROWS=rows, INPUTS=inputs, ROW_BLOCK=_ROWS, INPUT_BLOCK=min(512, triton.next_power_of_2(inputs)),
+        C_RUN=runs[2], TAPS=weight.shape[1], KEPT=kept, WIDTH=triton.next_power_of_2(kept),
+        WORDS=four and aligned(past) and aligned(weight), SILU=silu, BLOCK=_BLOCK, ROWS=rows,
+        INPUTS=inputs, ROW_BLOCK=_ROWS, INPUT_BLOCK=min(_INPUTS, triton.next_power_of_2(inputs)),
         GATES=gates is not None, BETA_AT=at_beta[0], BETA_GROUP=at_beta[1], BETA_STEP=at_beta[2], BETA_RUN=at_beta[3],
         G_AT=at_g[0], G_GROUP=at_g[1], G_STEP=at_g[2], G_RUN=at_g[3], EARLY=False, num_warps=4, num_stages=1,
     )  # fmt: skip

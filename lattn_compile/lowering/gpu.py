@@ -38,12 +38,14 @@ from lattn_compile.ops.validate import Geometry, Tensors
 __all__ = ["LOWERINGS", "PROVEN", "identity", "joint", "post_grad", "takes_decode", "traced"]
 
 PROVEN = frozenset(
-    {"decode", "chunk", "replay", "convolution", "projection", "attention", "attend", "causal", "products", "sequence"}
+    {"decode", "chunk", "replay", "convolution", "projection", "attention", "attend", "causal", "products", "rotation"}
+    | {"sequence"}
 )
 """What was seen to be right on a GPU in this form, by which of `tests/gpu/lowering_checks.py`. Of the ops, "decode"
 (call, in place, model), "chunk" (call, prefill, training) and "replay" (call): a policy's kernel="auto" gets these so,
-"triton" all. Of what stands around them, "convolution" and "projection" (model), "attention" and "attend" (attention)
-and "products" (few rows) are what a decode step may take along (`gpu_fold.py`, `gpu_attention.py`, `gpu_products.py`).
+"triton" all. Of what stands around them, "convolution" and "projection" (model), "attention" and "attend" (attention),
+"products" (few rows) and "rotation" (rotation) are what a decode step may take along (`gpu_fold.py`,
+`gpu_attention.py`, `gpu_products.py`, `gpu_rotation.py`).
 "causal" (attention causal) is a prefill's mask that is said to be, "sequence" (prefill, training) the convolution of a
 whole sequence (`gpu_conv.py`).
 """
@@ -233,6 +235,10 @@ def post_grad(graph: torch.fx.Graph) -> None:
         gpu_fold.fold_repeats(graph)
         if "convolution" in PROVEN:
             gpu_fold.fold_convolutions(graph, projections="projection" in PROVEN)
+        if "rotation" in PROVEN:
+            from lattn_compile.lowering.gpu_rotation import fold_rotations
+
+            fold_rotations(graph)
         if "products" in PROVEN:
             from lattn_compile.lowering.gpu_products import fold_products
 

@@ -32,16 +32,18 @@ _SHUT = -65504.0
 is open, its share of a softmax is 0."""
 
 _MOST_SCORES, _MOST_STEPS = 1 << 26, 64
-"""Of a mask that is computed to be looked at: its numbers, and the operations that it is made of."""
+"""Of a mask that is looked at: its numbers, and the operations that it is made of."""
 
 
 def share_keys(graph: fx.Graph, *, launched: bool) -> int:
     """Lets attention of one token in `graph` read keys and values that were repeated for it as they were before, by a
     kernel of ours with `launched`; returns how many calls. A pass behind all others
     (`post_grad_custom_post_pass`)."""
-    found = 0
+    found, masks, known = 0, dict[str, fx.Node](), dict[Any, str]()
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         if (shared := _shared(node)) is not None:
+            if isinstance(mask := _given(node)["attn_bias"], fx.Node):
+                node.replace_input_with(mask, masks.setdefault(_spelled(mask, known), mask))
             _replace(graph, node, *shared, launched=launched)
             found += 1
     return found
@@ -140,6 +142,25 @@ def _shared(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if mask is not None and tuple(sized[-1].shape) not in ((1, 1, 1, length), (batch, 1, 1, length)):
         return None
     return keys, values
+
+
+def _spelled(node: Any, known: dict[Any, str], steps: int = _MOST_STEPS) -> str:
+    """What a mask is computed as: each call of a library makes one of its own, of the same truth values."""
+    if isinstance(node, (list, tuple)):
+        return f"[{', '.join(_spelled(x, known, steps) for x in node)}]"
+    if not isinstance(node, fx.Node):
+        return repr(node)
+    if node in known:
+        return known[node]
+    if not steps or node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return node.name
+    if node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
+        return node.name
+    given = _spelled(
+        [*node.args, *sorted(node.kwargs), *(node.kwargs[x] for x in sorted(node.kwargs))], known, steps - 1
+    )
+    known[node] = known.setdefault(f"{node.target}{given}", f"number {len(known)}")
+    return known[node]
 
 
 def _repeated(node: fx.Node) -> fx.Node | None:

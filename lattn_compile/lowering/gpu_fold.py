@@ -35,6 +35,7 @@ __all__ = [
     "fold_convolutions",
     "fold_gates",
     "fold_repeats",
+    "memory_of",
     "origin",
     "packed_steps",
     "placed",
@@ -334,7 +335,7 @@ def _projection(c: _Convolution) -> _Beside | None:
     inputs come from."""
     from lattn_compile.kernels import decode_step
 
-    product = _memory_of(c.new[0][0].node)
+    product = memory_of(c.new[0][0].node)
     if not _is(product, _aten.mm.default) or not isinstance(product.args[0], fx.Node):
         return None
     source = origin(product.args[0])
@@ -409,7 +410,7 @@ def transposed(node: Any) -> fx.Node | None:
     return weight if value is not None and weight.op == "placeholder" and value.is_contiguous() else None
 
 
-def _memory_of(node: fx.Node) -> fx.Node:
+def memory_of(node: fx.Node) -> fx.Node:
     """What a view, or a part of one, is a view of."""
     while node.target in _VIEWS or _is(node, operator.getitem):
         node = node.all_input_nodes[0]

@@ -8,6 +8,7 @@ three of one input.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -43,15 +44,21 @@ def fold_products(graph: fx.Graph) -> int:
     return found
 
 
+def _kernels(rows: int) -> Any:
+    """The module of kernels for products of so many rows."""
+    from lattn_compile.kernels import few_rows, some_rows
+
+    return few_rows if rows <= few_rows.MOST_ROWS else some_rows
+
+
 def _groups(products: list[fx.Node]) -> Iterator[list[fx.Node]]:
     """Products that are one launch: up to three, of which all but the last end where a program's columns do."""
-    from lattn_compile.kernels import few_rows
-
     group: list[fx.Node] = []
     for node in products:
         columns = sum(x.meta["val"].shape[1] for x in group)
-        wide = not few_rows.supports(*_sizes(node, columns))
-        if group and (len(group) == few_rows.MOST_MATRICES or columns % few_rows.COLUMNS or wide):
+        kernels = _kernels(node.meta["val"].shape[0])
+        wide = not kernels.supports(*_sizes(node, columns))
+        if group and (len(group) == kernels.MOST_MATRICES or columns % kernels.COLUMNS or wide):
             yield group
             group = []
         group.append(node)
@@ -66,13 +73,12 @@ def _sizes(node: fx.Node, more: int = 0) -> tuple[int, int, int, torch.dtype]:
 
 def _replace_all(graph: fx.Graph, products: list[fx.Node]) -> None:
     """Puts one launch in the place of products of one input."""
-    from lattn_compile.kernels import few_rows
-
     if len(products) == 1:
         _replace(graph, products[0], [products[0].args[0], _weights(products[0])])  # type: ignore[list-item]
         return
     first = products[0]
-    results = private.inserted(graph, first, few_rows.forward, [first.args[0], *map(_weights, products)])  # type: ignore[list-item]
+    forward = _kernels(first.meta["val"].shape[0]).forward
+    results = private.inserted(graph, first, forward, [first.args[0], *map(_weights, products)])  # type: ignore[list-item]
     for node, result in zip(products, results, strict=True):
         node.replace_all_uses_with(result)
     erase(graph, list(products))
@@ -80,8 +86,6 @@ def _replace_all(graph: fx.Graph, products: list[fx.Node]) -> None:
 
 def _weights(node: fx.Node) -> fx.Node | None:
     """The parameter that a product of few rows is with, if there is a kernel for it."""
-    from lattn_compile.kernels import few_rows
-
     x, matrix = node.args
     weight = transposed(matrix)
     value = x.meta["val"] if isinstance(x, fx.Node) else None
@@ -90,7 +94,7 @@ def _weights(node: fx.Node) -> fx.Node | None:
     columns, depth = weight.meta["val"].shape
     if value.dtype is not weight.meta["val"].dtype or value.stride(1) != 1:
         return None
-    return weight if few_rows.supports(value.shape[0], columns, depth, value.dtype) else None
+    return weight if _kernels(value.shape[0]).supports(value.shape[0], columns, depth, value.dtype) else None
 
 
 def _gated(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -123,12 +127,10 @@ def _seen(node: fx.Node) -> fx.Node:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, nodes: list[fx.Node]) -> None:
-    from lattn_compile.kernels import few_rows
-
     shape = tuple(node.meta["val"].shape)
 
     def call(*tensors: Tensor) -> Tensor:
-        (o,) = few_rows.forward(*tensors, pair=len(tensors) > 2)
+        (o,) = _kernels(tensors[0].shape[0]).forward(*tensors, pair=len(tensors) > 2)
         return o if o.shape == shape else o.view(shape)
 
     node.replace_all_uses_with(private.inserted(graph, node, call, nodes))

@@ -6,9 +6,11 @@ and Triton; the checks of a model need transformers.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -189,9 +191,10 @@ def _in_place(which: str) -> list[Row]:
     ]
 
 
-@_each("few rows", ["1", "8", "16", "8 early"])
+@_each("few rows", ["1", "8", "16", "40", "64", "1 early", "8 early", "64 early"])
 def _few_rows(which: str) -> list[Row]:
-    """A layer's step whose products with weights are kernels for few rows, beside float64 and the operations apart.
+    """A layer's step whose products with weights are kernels for few rows, or some, beside float64 and the operations
+    apart.
 
     "early": with kernels that begin before the one in front has ended, in a CUDA graph that is replayed.
     """
@@ -233,8 +236,167 @@ def _few_rows(which: str) -> list[Row]:
         ("waits missing", float(bool(early) and "gdc_wait" not in code), 0.0),
         ("o", error(got.double(), want), 1.5 * error(own.double(), want) + EXACT),
         ("products of a library", float(code.count("extern_kernels.mm(")), 0.0),
-        ("launches of products", float(len(re.findall(r"multiply_\d+\.run\(", code))), 3.0),
+        ("launches of products", float(len(re.findall(r"multiply\w*_\d+\.run\(", code))), 3.0),
         ("pairs apart", float("silu" in "".join(re.findall(r"triton_poi\w+\.run", code))), 0.0),
+    ]
+
+
+_SOME: dict[str, tuple[int, tuple[int, ...], int, bool]] = {
+    "pair": (64, (5120,), 2048, True),
+    "pair of many columns": (40, (8576,), 512, True),
+    "cut": (64, (2048,), 5120, False),
+    "cut, of 17": (17, (2048, 128), 4096, False),
+    "three": (64, (8192, 512, 512), 2048, False),
+    "many columns": (33, (12288,), 2048, False),
+    "one by one": (64, (5120,), 512, False),
+}
+"""Rows, columns of each matrix, depth, and whether they are a pair."""
+
+
+@_each("some rows", _SOME)
+def _some_rows(which: str) -> list[Row]:
+    """Products of some dozens of rows beside float64 and the operations apart, outputs poisoned."""
+    from lattn_compile.kernels import some_rows
+
+    rows, columns, depth, pair = _SOME[which]
+    rng = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, depth + 64, generator=rng).bfloat16().cuda()[:, :depth]
+    shapes = [(n, depth) for n in columns * (1 + pair)]
+    matrices = [torch.randn(*s, generator=rng).mul(depth**-0.5).bfloat16().cuda() for s in shapes]
+
+    def apart(x: Tensor, *matrices: Tensor) -> list[Tensor]:
+        products = [x @ m.T for m in matrices]
+        return [torch.nn.functional.silu(products[0]) * products[1]] if pair else products
+
+    want, own = apart(x.double(), *(m.double() for m in matrices)), apart(x, *matrices)
+    with _poisoned():
+        got = some_rows.forward(x, *matrices, pair=pair)
+    return [
+        (f"{i}", error(a.double(), b), 1.5 * error(c.double(), b) + EXACT)
+        for i, (a, b, c) in enumerate(zip(got, want, own, strict=True))
+    ]
+
+
+@contextlib.contextmanager
+def _poisoned() -> Iterator[None]:
+    made = Tensor.new_empty
+    with mock.patch.object(Tensor, "new_empty", lambda *a, **k: made(*a, **k).fill_(torch.nan)):
+        yield
+
+
+@_each("convolution step", ["1", "8", "64", "256", "3 of three", "5 of float32"])
+def _convolution_step(which: str) -> list[Row]:
+    """The convolution's kernel with the gates beside it, beside float64 and the operations apart; inputs that moved on
+    bit by bit."""
+    from lattn_compile.kernels import conv_step
+
+    count, dtype = int(which.split()[0]), torch.float32 if "float32" in which else torch.bfloat16
+    kept, channels, heads = 3 if "three" in which else 4, 8192, 32
+    rng = torch.Generator().manual_seed(count)
+    shapes = [
+        (count, 12288),
+        (count, channels, kept),
+        (channels, 4),
+        (count, 2048),
+        (2 * heads, 2048),
+        (heads,),
+        (heads,),
+    ]
+    scales = [1.0, 1.0, 0.5, 1.0, 2048**-0.5, 1.0, 1.0]
+    cpu = [(torch.randn(*s, generator=rng) * scale).to(dtype) for s, scale in zip(shapes, scales, strict=True)]
+    cpu[1][0, :4, 1] = torch.tensor([0.0, -0.0, torch.inf, torch.nan]).to(dtype)
+    cpu[1][0, 4:8, -1] = torch.tensor([-0.0, 0.0, -torch.inf, torch.nan]).to(dtype)
+    given = [x.cuda() for x in cpu]
+
+    def parts(memory: Tensor) -> list[Tensor]:
+        groups = memory.view(count, 16, 768)
+        return [groups[..., :128], groups[..., 128:256], groups[..., 256:512]]
+
+    def apart(
+        memory: Tensor, past: Tensor, weight: Tensor, x: Tensor, matrix: Tensor, rate: Tensor, bias: Tensor
+    ) -> Any:
+        joined = torch.cat([past, torch.cat([y.reshape(count, -1) for y in parts(memory)], 1)[..., None]], -1)
+        out = torch.nn.functional.conv1d(joined[..., -4:], weight[:, None], groups=channels)[..., 0]
+        rows, wide = x @ matrix.T, torch.promote_types(x.dtype, torch.float32)
+        decay = -rate.to(wide).exp() * torch.nn.functional.softplus(rows[:, heads:].to(wide) + bias.to(wide))
+        return torch.nn.functional.silu(out), joined[..., 1:], decay, rows[:, :heads].sigmoid()
+
+    memory, past, weight, x, matrix, rate, bias = given
+    want, own = apart(*(y.double() for y in given)), apart(*given)
+    starts = (memory, memory[:, 128:], memory[:, 256:])
+    new = [(y, 16 * p.shape[2], 12288, 768, p.shape[2]) for y, p in zip(starts, parts(memory), strict=True)]
+    gates = conv_step.Gates(rate, bias, dtype, (0, 0, 1, heads), (heads, 0, 1, heads))
+    with _poisoned():
+        out, moved, decay, strength = conv_step.forward(
+            new, past.clone(), weight, None, silu=True, beside=(x, matrix), gates=gates
+        )
+    bits = torch.int16 if dtype is torch.bfloat16 else torch.int32
+    finite = want[0].isfinite()
+    rows: list[Row] = [
+        ("moved", float((moved.view(bits) != own[1].contiguous().view(bits)).sum()), 0.0),
+        ("not numbers", float((out.isnan() != own[0].isnan()).sum()), 0.0),
+    ]
+    named = {"out": (out, want[0], own[0]), "g": (decay, want[2], own[2]), "beta": (strength, want[3], own[3])}
+    for name, (a, b, c) in named.items():
+        a, b, c = (y.double()[finite] if name == "out" else y.double() for y in (a, b, c))
+        rows.append((name, error(a, b), 1.5 * error(c, b) + EXACT))
+    return rows
+
+
+@_each("rotation", ["1", "8", "40", "3 each", "3 of float32", "64 early"])
+def _rotation(which: str) -> list[Row]:
+    """Norm and rotation of a token's queries and keys beside a step of a recurrence, beside float64 and the operations
+    apart: of one position, or of a position each sequence."""
+    clear()
+    batch, dtype = int(which.split()[0]), torch.float32 if "float32" in which else torch.bfloat16
+    rng = torch.Generator().manual_seed(batch)
+    shapes = [(batch, 1, 512), (1536, 512), (16 * 512, 512), (2 * 256, 512), (256,), (256,)]
+    given = [torch.randn(*s, generator=rng).mul(s[-1] ** -0.5 if i in (1, 2, 3) else 1.0) for i, s in enumerate(shapes)]
+    angle = torch.randn(batch if "each" in which else 1, 1, 32, generator=rng).repeat(1, 1, 2)
+    given = [x.to(dtype).cuda() for x in (*given, angle.cos(), angle.sin())]
+    state = torch.randn(batch, 4, 128, 128, generator=rng).cuda()
+    keywords = options("decode", qk_l2norm=True)
+
+    def layer(state: Tensor, *given: Tensor) -> list[Tensor]:
+        x, qkv, query, keys, q_weight, k_weight, cos, sin = given
+        linear = torch.nn.functional.linear
+        q, k, v = (y.unflatten(-1, (4, 128)) for y in linear(x, qkv).chunk(3, -1))
+        o, new = torch.ops.lattn.decode(q, k, v, None, None, state, *[None] * 4, **keywords)[:2]
+        state.copy_(new)
+
+        def turned(y: Tensor, weight: Tensor) -> Tensor:
+            wide = y if y.dtype is torch.float64 else y.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+            y = (wide * (1.0 + weight.to(wide.dtype))).type_as(y).transpose(1, 2)
+            part, rest = y[..., :64], y[..., 64:]
+            part = part * cos.unsqueeze(1) + torch.cat([-part[..., 32:], part[..., :32]], -1) * sin.unsqueeze(1)
+            return torch.cat([part, rest], -1)
+
+        heads = linear(x, query).unflatten(-1, (16, 512))[..., :256], linear(x, keys).unflatten(-1, (2, 256))
+        return [o, turned(heads[0], q_weight), turned(heads[1], k_weight)]
+
+    with torch.no_grad():
+        want = layer(state.double(), *(x.double() for x in given))
+        own = layer(state.clone(), *given)
+        how: dict[str, Any] = {"mode": "reduce-overhead", "triton.enable_pdl": True} if "early" in which else {}
+        kept = state.clone()
+        torch._dynamo.mark_static_address(kept)
+        compiled = torch.compile(layer, backend=lattn_compile, options={"shape_padding": False, **how})
+        got, (code,) = run_and_get_code(compiled, kept, *given)
+        got, worst = [x.clone() for x in got], 0.0
+        for _ in range(20 if "early" in which else 0):
+            kept.copy_(state)
+            torch.compiler.cudagraph_mark_step_begin()
+            worst = max(worst, *(float((x != y).sum()) for x, y in zip(compiled(kept, *given), got, strict=True)))
+    names = ("o", "query", "keys")
+    rows: list[Row] = [
+        (name, error(x.double(), y), 1.5 * error(z.double(), y) + EXACT)
+        for name, x, y, z in zip(names, got, want, own, strict=True)
+    ]
+    return [
+        *rows,
+        ("replays unlike the first", worst, 0.0),
+        ("launches unlike", float(len(re.findall(r"rotate_\d+\.run\(", code)) != 1), 0.0),
     ]
 
 
@@ -263,6 +425,41 @@ def _attention(which: str) -> list[Row]:
         ("repeated", float("clone" in "".join(re.findall(r"triton_poi\w+\.run", code))), 0.0),
         ("calls of a library", float("cudnn_attention" in code), float("library" in which)),
     ]
+
+
+@_each("attention shut", ["256 keys", "5000 keys"])
+def _shut(which: str) -> list[Row]:
+    """One token where a mask shuts every key, or half of them, by numbers and by truth values, beside the library's
+    call on the same mask: what it gives there is its own (0 by -inf and by the least number, a mean of all by less)."""
+    clear()
+    keys = int(which.split()[0])
+    rng = torch.Generator().manual_seed(keys)
+    q, *kv = (torch.randn(6, h, t, 256, generator=rng) for h, t in ((16, 1), (2, keys), (2, keys)))
+    bias = torch.zeros(6, 1, 1, keys)
+    bias[0], bias[1], bias[2] = -torch.inf, torch.finfo(torch.bfloat16).min, -65504.0
+    bias[3, ..., : keys // 2], bias[4, ..., : keys // 2] = -torch.inf, torch.finfo(torch.bfloat16).min
+    given = [x.bfloat16().cuda() for x in (q, *kv, bias)]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        k, v = (x[:, :, None].expand(-1, -1, 8, -1, -1).reshape(6, 16, keys, 256) for x in (k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    rows: list[Row] = []
+    for what, mask in (("numbers", given[3]), ("truth values", given[3] == 0)):
+        own = attend(*given[:3], mask)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            got, (code,) = run_and_get_code(torch.compile(attend, backend=lattn_compile), *given[:3], mask)
+        each = [
+            error(x.double(), y.double()) if y.any() else float(x.abs().max()) for x, y in zip(got, own, strict=True)
+        ]
+        rows += [(f"{what}, sequence {i}", x, 2 * HALF) for i, x in enumerate(each)]
+        rows += [
+            (f"{what}: not numbers", float(got.isnan().sum() + own.isnan().sum()), 0.0),
+            (f"{what}: shut by the library", -float((own == 0).all(-1).all(-1).sum()), -32.0 * (what == "numbers")),
+            (f"{what}: calls of a library", float("cudnn_attention" in code), 0.0),
+        ]
+    return rows
 
 
 @_check("attention causal")

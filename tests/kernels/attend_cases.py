@@ -38,16 +38,19 @@ def test_a_token(
 
 @pytest.mark.parametrize("keys", [20, 300], ids=["one stretch", "several"])
 def test_sequences_whose_keys_are_all_shut(keys: int) -> None:
-    """By -inf: nothing is seen, and that is 0. By the least number, as padding is written: all keys are seen alike."""
-    q, k, v = torch.randn(3, 4, 16), torch.randn(3, 2, keys, 16), torch.randn(3, 2, keys, 16)
-    bias = torch.zeros(3, keys)
-    bias[0], bias[1] = -torch.inf, torch.finfo(torch.float32).min
-    bias[2, : keys // 2] = -torch.inf
+    """By -inf or the least number: nothing is seen, and that is 0. By what cuDNN writes for a false mask: all keys are
+    seen. By either where others are open: as ever."""
+    q, k, v = torch.randn(5, 4, 16), torch.randn(5, 2, keys, 16), torch.randn(5, 2, keys, 16)
+    bias = torch.zeros(5, keys)
+    bias[0], bias[1], bias[2] = -torch.inf, torch.finfo(torch.bfloat16).min, -65504.0
+    bias[3, : keys // 2], bias[4, : keys // 2] = -torch.inf, torch.finfo(torch.bfloat16).min
     got = attend_step.forward(q, k, v, bias, 0.5)
     wide = k.double().repeat_interleave(2, 1), v.double().repeat_interleave(2, 1)
     scores = (0.5 * torch.einsum("bhd,bhsd->bhs", q.double(), wide[0]).float() + bias[:, None]).double()
     want = scores.softmax(-1).unsqueeze(-2).matmul(wide[1]).squeeze(-2)
-    assert (got[0] == 0).all() and (got[1:] - want[1:]).abs().max() <= 1e-5
+    assert (got[:2] == 0).all() and (got[3:] - want[3:]).abs().max() <= 1e-5
+    # Times log2 e, scores there are multiples of 2^-7.
+    assert (got[2] - want[2]).abs().max() <= 2**-6 * v[2].abs().max()
 
 
 def test_a_key_that_is_not_a_number_is_not_hidden() -> None:

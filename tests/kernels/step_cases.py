@@ -87,27 +87,36 @@ def test_softplus_passes_on_what_is_no_number_though_a_gpu_minimum_does_not(monk
     torch.testing.assert_close(y, torch.nn.functional.softplus(x), equal_nan=True)
 
 
+@pytest.mark.parametrize("sequences", [2, 33])
 @pytest.mark.parametrize(
     ("parts", "taps", "kept", "silu", "dtype"),
     [
         (3, 4, 4, True, torch.float32),
         (3, 4, 4, True, torch.float16),
+        (3, 4, 4, False, torch.bfloat16),
+        (2, 3, 4, True, torch.float16),
         (1, 4, 3, False, torch.float32),
         (2, 3, 5, True, torch.float32),
     ],
 )
-def test_a_step_of_a_convolution(parts: int, taps: int, kept: int, silu: bool, dtype: torch.dtype) -> None:
+def test_a_step_of_a_convolution(
+    parts: int, taps: int, kept: int, silu: bool, dtype: torch.dtype, sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few sequences and of so many that a program has several; four numbers of 16 bits are a word."""
+    made = Tensor.new_empty
+    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: made(*a, **k).fill_(torch.nan))
     rng = torch.Generator().manual_seed(0)
     sizes = [(4, 96), (4, 96), (4, 224)][:parts]  # groups, channels of one
-    memory = torch.randn(2, 4, sum(n for _, n in sizes), generator=rng).to(dtype)
+    memory = torch.randn(sequences, 4, sum(n for _, n in sizes), generator=rng).to(dtype)
     given, first = [], 0
     for groups, run in sizes:
         given.append((memory[:, :, first : first + run], groups * run, memory.stride(0), memory.stride(1), run))
         first += run
     channels = sum(x[1] for x in given)
-    past = torch.randn(2, channels, kept, generator=rng).to(dtype)
+    past = torch.randn(sequences, channels, kept, generator=rng).to(dtype)
+    past[0, :5, 1] = torch.tensor([0.0, -0.0, torch.inf, torch.nan, -1.0]).to(dtype)
     weight, bias = torch.randn(channels, taps, generator=rng).to(dtype), torch.randn(channels, generator=rng).to(dtype)
-    joined = torch.cat([past, torch.cat([x[0].reshape(2, -1) for x in given], 1)[..., None]], -1)
+    joined = torch.cat([past, torch.cat([x[0].reshape(sequences, -1) for x in given], 1)[..., None]], -1)
     want = torch.nn.functional.conv1d(joined.double(), weight.double()[:, None], bias.double(), groups=channels)[
         ..., -1
     ]
@@ -115,14 +124,16 @@ def test_a_step_of_a_convolution(parts: int, taps: int, kept: int, silu: bool, d
     want = torch.nn.functional.silu(want) if silu else want
     beside = None
     if parts > 1:  # five rows are a whole program's and part of another's
-        beside = torch.randn(2, 700, generator=rng).to(dtype), torch.randn(5, 700, generator=rng).to(dtype)
+        beside = torch.randn(sequences, 700, generator=rng).to(dtype), torch.randn(5, 700, generator=rng).to(dtype)
+    near = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-7}[dtype]  # not rounded as on a GPU
+    bits = torch.int32 if dtype is torch.float32 else torch.int16
     out, moved, *more = conv_step.forward(given, past.clone(), weight, bias, silu=silu, beside=beside)
-    assert torch.equal(moved, joined[..., 1:])
+    assert torch.equal(moved.view(bits), joined[..., 1:].contiguous().view(bits))
     assert len(more) == (beside is not None)
     if beside is not None:
         x, matrix = (y.double() for y in beside)
-        torch.testing.assert_close(more[0], (x @ matrix.T).to(dtype), rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(out, want, rtol=1e-5 if dtype is torch.float32 else 2**-9, atol=1e-5)
+        torch.testing.assert_close(more[0], (x @ matrix.T).to(dtype), rtol=max(near, 1e-3), atol=1e-4)
+    torch.testing.assert_close(out, want, rtol=near, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
+import operator
 import pkgutil
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ pytest.importorskip("triton")
 
 from lattn_compile.kernels.chunk_pairs import pairs_head
 from lattn_compile.kernels.decode_forward import advance
-from lattn_compile.lowering import gpu
+from lattn_compile.lowering import gpu, gpu_attention
 from lattn_compile.lowering._torch_triton import is_function, literal, self_contained
 from lattn_compile.lowering.gpu_attention import say_causal
 from lattn_compile.packed.layout import Heads
@@ -321,6 +324,39 @@ def test_a_causal_mask_is_said_to_be_in_the_backward_too() -> None:
     assert forward.kwargs == backward.kwargs == {"scale": 0.1}
 
 
+def test_masks_that_calls_make_alike_are_one() -> None:
+    """Of two calls over keys that are repeated; of a third call's mask, which is of other sizes, there is another."""
+    aten = torch.ops.aten
+    graph = torch.fx.Graph()
+    query, keys, length = (graph.placeholder(x) for x in ("query", "keys", "length"))
+    query.meta["val"], keys.meta["val"] = (torch.empty(*n, device="meta") for n in ((2, 8, 1, 32), (2, 2, 48, 32)))
+    one = graph.call_function(aten.unsqueeze.default, (keys, 2))
+    wide = graph.call_function(aten.expand.default, (one, [2, 2, 4, 48, 32]))
+    copy = graph.call_function(aten.clone.default, (wide,))
+    repeated = graph.call_function(aten.view.default, (copy, [2, 8, 48, 32]))
+    one.meta["val"], wide.meta["val"] = keys.meta["val"].unsqueeze(2), torch.empty(2, 2, 4, 48, 32, device="meta")
+    repeated.meta["val"] = torch.empty(2, 8, 48, 32, device="meta")
+    at = graph.call_function(aten.arange.default, (48,))
+    seen = graph.call_function(aten.le.Tensor, (at, length))
+    calls = []
+    for shut in (-1e4, -1e4, -2e4):
+        numbers = [graph.call_function(aten.full.default, ([], x)) for x in (0.0, shut)]
+        mask = graph.call_function(aten.where.self, (seen, *numbers))
+        mask = graph.call_function(aten.view.default, (mask, [1, 1, 1, 48]))
+        given = (query, repeated, repeated, mask, False)
+        call = graph.call_function(aten._scaled_dot_product_cudnn_attention.default, given, {"scale": 0.1})
+        calls.append(graph.call_function(operator.getitem, (call, 0)))
+        one.meta["val"], wide.meta["val"] = keys.meta["val"].unsqueeze(2), torch.empty(2, 2, 4, 48, 32, device="meta")
+        repeated.meta["val"], mask.meta["val"] = (
+            torch.empty(*n, device="meta") for n in ((2, 8, 48, 32), (1, 1, 1, 48))
+        )
+    graph.output(calls)
+    with mock.patch.object(gpu_attention, "_replace"):
+        assert gpu_attention.share_keys(graph, launched=True) == 3
+    masks = [x.args[3] for x in graph.find_nodes(op="call_function", target=gpu_attention._ATTENTION)]
+    assert masks[0] is masks[1] is not masks[2]
+
+
 def _gated(x: Tensor, state: Tensor, qkv: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """A decode step and the products around it."""
     linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
@@ -338,14 +374,57 @@ def _of_gated(rows: int, hidden: int, wide: int) -> list[Tensor]:
     return [torch.empty(rows, 1, hidden, **new), state, *(torch.empty(*s, **new) for s in shapes)]
 
 
-def test_products_of_few_rows_are_kernels_and_a_gated_pair_is_one() -> None:
-    (code,) = generated(_gated, *_of_gated(8, 512, 1024))
+@pytest.mark.parametrize("rows", [8, 64])
+def test_products_of_few_rows_are_kernels_and_a_gated_pair_is_one(rows: int) -> None:
+    """Of some dozens, pieces of a sum are added up by a kernel of Inductor's, where it computes what follows."""
+    (code,) = generated(_gated, *_of_gated(rows, 512, 1024))
     assert "extern_kernels.mm(" not in code
     products = [k for k in kernels_in(code) if k.name.startswith("multiply")]
     assert sum(len(k.launches) for k in products) == 3
     assert sum("'PAIR': True" in k.source for k in products) == 1
     for product in products:
         assert build(product.launch(), "sm_90").stack == 0
+
+
+def _turning(x: Tensor, state: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, *own: Tensor, how: str = "") -> Any:
+    """A decode step, and queries and keys of attention as Qwen3-Next has them, gates beside the queries; or `how`."""
+    linear = torch.nn.functional.linear
+    q, k, v = (y.unflatten(-1, (4, 128)) for y in linear(x, qkv).chunk(3, -1))
+    o, new = torch.ops.lattn.decode(q, k, v, None, None, state, *[None] * 4, scale=1.0)[:2]
+    state.copy_(new)
+
+    def turned(y: Tensor, weight: Tensor) -> Tensor:
+        wide = y.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        y = (wide * (weight.float() if how == "weights alone" else 1.0 + weight.float())).type_as(y).transpose(1, 2)
+        part, rest = y[..., :32], y[..., 32:]
+        low, high = part[..., :16], part[..., 16:]
+        turns = torch.cat([high, -low] if how == "the other way" else [-high, low], -1)
+        part = part * cos.unsqueeze(1) + turns * sin.unsqueeze(1)
+        return torch.cat([rest, part] if how == "behind the rest" else [part, rest], -1)
+
+    query, keys = linear(x, own[0]).unflatten(-1, (4, 256)), linear(x, own[1]).unflatten(-1, (4, 128))
+    return o, turned(query[..., :128], own[2]), turned(keys, own[3])
+
+
+@pytest.mark.parametrize(
+    ("rows", "how"),
+    [(8, ""), (64, ""), (8, "weights alone"), (8, "the other way"), (8, "behind the rest")],
+)
+def test_norm_and_rotation_of_queries_and_keys_are_one_launch(rows: int, how: str) -> None:
+    """Spelled as said, and otherwise not."""
+    new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    x, qkv, *own = (
+        torch.empty(*s, **new) for s in ((rows, 1, 512), (1536, 512), (1024, 512), (512, 512), (128,), (128,))
+    )
+    state, turns = torch.empty(rows, 4, 128, 128, device="cuda"), [torch.empty(1, 1, 32, **new) for _ in range(2)]
+    (code,) = generated(functools.partial(_turning, how=how), x, state, qkv, *turns, *own)
+    if how:
+        assert not [k for k in kernels_in(code) if k.name.startswith("rotate")]
+        return
+    (launch,) = [k for k in kernels_in(code) if k.name.startswith("rotate")]
+    assert len(launch.launches) == 1 and build(launch.launch(), "sm_90").stack == 0
+    assert not [k for k in kernels_in(code) if "rsqrt" in k.name]
 
 
 def test_products_of_one_input_in_two_shapes_are_two_launches() -> None:
@@ -364,10 +443,12 @@ def test_products_of_one_input_in_two_shapes_are_two_launches() -> None:
     assert sum(len(k.launches) for k in products) == 2
 
 
-def test_kernels_that_begin_early_wait_before_they_read() -> None:
-    (code,) = generated(_gated, *_of_gated(8, 512, 1024), **{"triton.enable_pdl": True})
+@pytest.mark.parametrize("rows", [8, 64])
+def test_kernels_that_begin_early_wait_before_they_read(rows: int) -> None:
+    (code,) = generated(_gated, *_of_gated(rows, 512, 1024), **{"triton.enable_pdl": True})
     kernels = kernels_in(code)
-    assert {k.name.rstrip("_0123456789") for k in kernels if k.is_ours} == {"multiply", "step"}
+    products = "multiply" if rows <= 16 else "multiply_some"
+    assert {k.name.rstrip("_0123456789") for k in kernels if k.is_ours} == {products, "step"}
     for kernel in kernels:
         assert "'launch_pdl': True" in kernel.source
         if kernel.is_ours:

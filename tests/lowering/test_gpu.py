@@ -40,7 +40,7 @@ def test_a_decode_step_and_what_is_taken_into_its_kernels() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("file", ["attend_cases.py", "conv_cases.py", "rows_cases.py"])
+@pytest.mark.parametrize("file", ["attend_cases.py", "conv_cases.py", "rotate_cases.py", "rows_cases.py"])
 def test_what_stands_around_a_recurrence(file: str) -> None:
     run_with_triton(f"tests/kernels/{file}", TRITON_INTERPRET="1")
 
