@@ -125,7 +125,8 @@ def _vet_call(node: fx.Node, name: str, tainted: set[fx.Node], depends: bool) ->
         raise Rejected(f"{node}: {name} is random")
     if target._schema.is_mutable and (depends or name != "detach_"):
         raise Rejected(f"{node}: {name} has a side effect")
-    if torch.Tag.dynamic_output_shape in target.tags or (depends and torch.Tag.data_dependent_output in target.tags):
+    dynamic = torch.Tag.dynamic_output_shape in target.tags and not _by_integers(node, name)
+    if dynamic or (depends and torch.Tag.data_dependent_output in target.tags):
         raise Rejected(f"{node}: what {name} returns has a shape or type that depends on data")
     if name.startswith("lattn::"):
         _vet_lattn(node, name, tainted)
@@ -145,6 +146,12 @@ def _vet_call(node: fx.Node, name: str, tainted: set[fx.Node], depends: bool) ->
             raise Rejected(f"{node}: {name} is complex")
         if not t.is_floating_point() and any(_floating(n) for n in sources(node) if n in tainted):
             raise Rejected(f"{node}: {name} makes integers of floating data")
+
+
+def _by_integers(node: fx.Node, name: str) -> bool:
+    """Whether a tensor is indexed by integers alone: the shape of what is picked is known. Masks are counted."""
+    places = [n for n in tree_leaves(node.args[1]) if isinstance(n, fx.Node)] if name == "index" else []
+    return bool(places) and all(t.dtype in (torch.int64, torch.int32) for n in places for t in tensors(value(n)))
 
 
 def _floating(node: fx.Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from lattn_compile.passes.spelled.log_decay import CHECKED, NEXT_TO_NOTHING, log
 from lattn_compile.passes.spelled.products import product_of, sum_of
 from lattn_compile.passes.spelled.proposal import OUTER, NoMatch, Proposal
 from lattn_compile.passes.spelled.ranges import interval, is_decay
+from lattn_compile.passes.spelled.terms import Factor
 from lattn_compile.passes.spelled.token import Product, Step
 from lattn_compile.passes.spelled.vectorize import vectorize
 from lattn_compile.passes.spelled.views import is_view
@@ -40,7 +41,7 @@ class _Layout:
 def role_nodes(link: Link) -> list[fx.Node]:
     """The tensors that a token's roles are read from."""
     step = link.step
-    products = [*step.decay_terms, step.k, *step.v, *(step.beta or [])]
+    products = [*step.decay_terms, *step.k, *step.v, *(step.beta or [])]
     factors = [f for p in products for f in p.factors] + list(link.read.q if link.read else ())
     return list(dict.fromkeys(f.node for f in factors))
 
@@ -184,7 +185,7 @@ def _layout(chain: Chain) -> _Layout:
     first, heads = batch[:sequences], batch[sequences:]
     with_keys: set[Label] = set()
     for link in chain.links:
-        for f in (*link.step.k.factors, *(link.read.q if link.read else ())):
+        for f in (*_factors(link.step.k), *(link.read.q if link.read else ())):
             with_keys |= set(f.labels())
     present = [x for x in heads if x in with_keys]
     absent = [x for x in heads if x not in with_keys]
@@ -195,13 +196,17 @@ def _layout(chain: Chain) -> _Layout:
 def _is_head(label: Label, chain: Chain) -> bool:
     """Whether the one axis beside K and V counts heads of a batch of 1: it comes after an axis of size 1."""
     link = chain.links[-1]
-    factors = (*link.step.k.factors, *(f for p in link.step.v for f in p.factors), *(link.read.q if link.read else ()))
+    factors = (*_factors(link.step.k), *_factors(link.step.v), *(link.read.q if link.read else ()))
     shapes = [list(f.index) for f in factors] + [list(link.step.axes)]
     for index in shapes:
         at = next((i for i, axis in enumerate(index) if not isinstance(axis, int) and label in flat(axis)), 0)
         if at > 0 and any(not isinstance(axis, int) and not flat(axis) for axis in index[:at]):
             return True
     return False
+
+
+def _factors(products: Sequence[Product]) -> Iterator[Factor]:
+    return (f for p in products for f in p.factors)
 
 
 def _groups(layout: _Layout, role: str) -> list[list[Label]]:
@@ -229,8 +234,8 @@ def _over_time(w: Writer, tokens: list[fx.Node]) -> fx.Node:
 
 def _key(w: Writer, link: Link, layout: _Layout, dtype: torch.dtype) -> fx.Node:
     """k, 0 where the token is skipped: it may be anything there, NaN included."""
-    groups = _groups(layout, "k")
-    return product_of(w, link.step.k.masked(link.step.masks(), [*layout.batch, *layout.key_heads]), groups, dtype)
+    masks, along = link.step.masks(), [*layout.batch, *layout.key_heads]
+    return sum_of(w, [p.masked(masks, along) for p in link.step.k], _groups(layout, "k"), dtype)
 
 
 def _value(w: Writer, link: Link, layout: _Layout, dtype: torch.dtype) -> fx.Node:
@@ -241,7 +246,7 @@ def _value(w: Writer, link: Link, layout: _Layout, dtype: torch.dtype) -> fx.Nod
 
 def _query(w: Writer, link: Link, layout: _Layout, scale: float | None, dtype: torch.dtype) -> fx.Node:
     if link.read is None:
-        return product_of(w, link.step.k, _groups(layout, "k"), dtype)
+        return sum_of(w, link.step.k, _groups(layout, "k"), dtype)
     return product_of(
         w, Product(1.0 if scale is not None else link.read.scale, link.read.q), _groups(layout, "k"), dtype
     )

@@ -63,6 +63,7 @@ def find_chains(index: Index, *, in_loop: bool = False) -> tuple[list[Chain], li
     reads = _reads(index, steps, children)
     chains: list[Chain] = []
     seen: set[fx.Node] = set()
+    early: set[fx.Node] = set()  # states of recurrences that are read before the write
     for step in steps.values():
         if step.update in seen:
             continue
@@ -76,8 +77,12 @@ def find_chains(index: Index, *, in_loop: bool = False) -> tuple[list[Chain], li
             root = run[0].root
             if error.code in _UNSEEN:
                 refused |= {n for s in run for n in s.path}
+            if error.code == "READ_BEFORE_WRITE":
+                early |= {s.update for s in run}
             if error.code == "NOT_A_STATE":
-                misses += _through_an_op(index, root, run[-1].update, steps)
+                if told := _through_an_op(index, root, run[-1].update, steps):
+                    misses += told
+                    refused |= {n for s in run for n in s.path}  # a token that was told is no chunk form
                 continue
             if _is_source(root, steps):
                 near = {x for s in run for n in s.path for x in (n, *n.all_input_nodes)}
@@ -87,7 +92,20 @@ def find_chains(index: Index, *, in_loop: bool = False) -> tuple[list[Chain], li
             ):
                 inside = NoMatch("STATE_ROUNDED", "a state is rounded on its way to its update", root)
                 misses.append(inside.at(run[-1].update, steps=len(run)))
-    return chains, _told_once(misses), refused
+    return _not_after(early, chains), _told_once(misses), refused
+
+
+def _not_after(early: set[fx.Node], chains: list[Chain]) -> list[Chain]:
+    """Without the chains of a state of `early`: some tokens of such a recurrence, between which nobody looks at the
+    state, are no recurrence of their own that a policy could round."""
+    kept: list[Chain] = []
+    for chain in chains:  # in order: a piece comes behind the one that it goes on from
+        mine = {link.step.update for link in chain.links}
+        if not early.isdisjoint(mine) or (chain.root is not None and stored_origin(chain.root) in early):
+            early |= mine
+        else:
+            kept.append(chain)
+    return kept
 
 
 def _told_once(misses: list[NearMiss]) -> list[NearMiss]:
@@ -176,11 +194,19 @@ def _match_one(
     return None, missed, miss
 
 
+_PART_WRITES = frozenset(["aten::select_scatter", "aten::slice_scatter"])
+
+
 def _through_an_op(index: Index, root: fx.Node, update: fx.Node, steps: Mapping[fx.Node, Any]) -> list[NearMiss]:
-    """A state that comes from an input through one op that is no view, told once, at the first token."""
+    """A state that comes from an input through one op that is no view, told once, at the first token. Several writes to
+    parts of it are one."""
     root = stored_origin(root)
     if name_of(root) == "getitem" and isinstance(root.args[0], fx.Node):
         root = root.args[0]
+    while name_of(root) in _PART_WRITES and isinstance(inside := root.args[0], fx.Node):
+        if name_of(inside) not in _PART_WRITES:
+            break
+        root = inside
     for x in root.all_input_nodes if root.op == "call_function" else ():
         if not is_tensor(x) or not same_size(value(x).numel(), value(update).numel()):
             continue
@@ -386,7 +412,7 @@ def _from_nothing(index: Index, first: Step) -> Step | None:
             key=first.key,
             column=first.column,
             decay_terms=[Product()],
-            k=Product(1.0, tuple(parts.key)),
+            k=[Product(1.0, tuple(parts.key))],
             v=[Product(write.coefficient, tuple(parts.column))],
             beta=[Product(1.0, tuple(parts.scalar))] if parts.scalar else None,
         )

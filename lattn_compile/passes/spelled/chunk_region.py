@@ -133,10 +133,12 @@ class Survey:
             if self.is_constant(node):
                 return False
             return self._reaches(node, ("exp", "exp2")) or (_is_outer(sources(node)[0]) and self._reaches(node, _READS))
-        if name in PRODUCTS:
-            factors = [n for n in sources(node) if not self.is_constant(n)]
-            return len(factors) >= 2 and not any(map(_is_weight, factors)) and self._reaches(node, PRODUCTS | SOLVES)
-        return False
+        return name in PRODUCTS and self.is_of_sequences(node) and self._reaches(node, PRODUCTS | SOLVES)
+
+    def is_of_sequences(self, node: fx.Node) -> bool:
+        """Whether a product is one of two values of the graph, none of them a weight."""
+        factors = [n for n in sources(node) if not self.is_constant(n)]
+        return len(factors) >= 2 and not any(map(_is_weight, factors))
 
     def _reaches(self, node: fx.Node, names: Sequence[str] | frozenset[str]) -> bool:
         """Whether products and layout alone lead from a node to one of these operators, in a few steps."""

@@ -16,6 +16,7 @@ from lattn_compile.passes.spelled.chunk_layout import Nodes, output_of, state_of
 from lattn_compile.passes.spelled.chunk_ops import CONTRACTIONS, PADS, PRODUCTS, SOLVES, is_analytic, sources
 from lattn_compile.passes.spelled.chunk_region import Boundary, Survey
 from lattn_compile.passes.spelled.chunk_roles import Bound, NotEqual, Roles, evaluate, find_roles
+from lattn_compile.passes.spelled.chunk_scores import changed_scores
 from lattn_compile.passes.spelled.chunk_sums import sum_orders
 from lattn_compile.passes.spelled.chunk_tables import ChunkProposal
 from lattn_compile.passes.spelled.chunk_views import Sizes, View, is_cut, output_sizes
@@ -93,7 +94,8 @@ def _find(survey: Survey, used: set[fx.Node]) -> list[Proposal | NearMiss]:
             if not isinstance(outcome, Proposal) or len(remaining) == len(left):
                 break
             left = remaining
-    return found
+    told = done.union(*(o.token for o in found if isinstance(o, NearMiss)), survey.proposed)
+    return [*found, *changed_scores(survey, told)]
 
 
 def _row_sums(survey: Survey, boundary: Boundary) -> list[Proposal]:
@@ -259,6 +261,8 @@ class _Search:
         product of sequences, by scores that are masked and nothing else, or by q, k and v that were told apart.
         """
         if self.furthest is None:
+            self.furthest = self._cut_by(seeds)
+        if self.furthest is None:
             return None
         if self.furthest.code != "DECAY_RANGE" and (clamp := self._clamp(seeds)) is not None:
             node, why = clamp
@@ -274,6 +278,17 @@ class _Search:
         ):
             return None
         return replace(self.furthest.at(seeds[-1]), token=frozenset(seeds))
+
+    def _cut_by(self, seeds: Sequence[fx.Node]) -> NoMatch | None:
+        """Why nothing below the seeds was a candidate for an output: the first operator there that is not analytic."""
+        below = set(seeds)
+        for node in self.survey.nodes[min(map(self.survey.order.__getitem__, seeds)) :]:
+            if node.op != "call_function" or below.isdisjoint(sources(node)) or node not in self.survey.alive:
+                continue
+            if not is_analytic(node):
+                return NoMatch("CHUNK_OPERATOR", f"{node} ({short_name(node)}) stands behind a part of it", node)
+            below.add(node)
+        return None
 
     def _solves_a_triangle(self, node: fx.Node) -> bool:
         """Whether a node solves a system that is triangular, by its name or by a mask near above it: any other inverse

@@ -60,20 +60,25 @@ def constant_size(n: Any) -> int | None:
 def same_size(a: Any, b: Any) -> bool:
     """Whether two sizes are equal for certain."""
     x, y = constant_size(a), constant_size(b)
-    if x is not None or y is not None:
+    if x is not None and y is not None:
         return x == y
-    if simple(a.node.expr) == simple(b.node.expr):
+    first, second = (n.node.expr if size is None else size for n, size in ((a, x), (b, y)))
+    if _simple(first) == _simple(second):
         return True
-    env, pair = a.node.shape_env, frozenset((a.node.expr, b.node.expr))
-    known = _equal.setdefault(env, {})
+    (env, *others) = {id(n.node.shape_env): n.node.shape_env for n, size in ((a, x), (b, y)) if size is None}.values()
+    known, pair = _equal.setdefault(env, {}), frozenset((first, second))
     if pair not in known:
-        known[pair] = env is b.node.shape_env and (_guarded(env, a, b) or statically_known_true(a == b))
+        known[pair] = not others and (_guarded(env, first, second) or statically_known_true(a == b))
     return known[pair]
+
+
+def _simple(expr: Any) -> Any:
+    return expr if isinstance(expr, int) else simple(expr)
 
 
 def _guarded(env: Any, a: Any, b: Any) -> bool:
     """Whether the trace put a guard on it that two sizes are equal, as a broadcast of one with the other does."""
-    difference = (simple(a.node.expr) - simple(b.node.expr)).expand()
+    difference = (_simple(a) - _simple(b)).expand()
     for guard in env.guards:
         if type(guard.expr).__name__ == "Equality":
             left, right = (simple(x) for x in guard.expr.args)

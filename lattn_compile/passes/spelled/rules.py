@@ -101,11 +101,12 @@ def _prove_masked(
             raise NoMatch("NOT_RANK_ONE", "two writes along different keys", step.update)
         if not w.column:
             raise NoMatch("NOT_RANK_ONE", "a write without a value", step.update)
-        if abs(term.coefficient / strength - 1.0) > 1e-12 and len(writes) == 1:
+        # A number on the write alone is the value's; one on the erase is no part of this rule.
+        if len(writes) == 1 and all(abs(x - 1.0) > 1e-12 for x in (term.coefficient / strength, strength)):
             raise NoMatch("BETA_ONE_SIDE", "write and erase have different strengths", step.update)
         values.append(Product(term.coefficient / strength, (*w.column, *of_value)))
     strengths = (*(beta or ()), *masks)
-    step.k, step.v = Product(1.0, key or ()), values
+    step.k, step.v = [Product(1.0, key or ())], values
     step.beta = None if not strengths and strength == 1.0 else [Product(strength, strengths)]
 
 
@@ -179,16 +180,22 @@ def _is_mask(node: fx.Node) -> bool:
 
 
 def split_additive(step: Step, writes: list[Term]) -> None:
-    """k, v and beta of writes without an erase. Values may be summed, or strengths, along one key."""
+    """k, v and beta of writes without an erase. Values may be summed, or strengths, along one key; or keys, of one
+    value and strength."""
     keys, columns = set(step.key), set(step.column)
     splits = [(t, split_product(t.factors, keys, columns)) for t in writes]
     first = splits[0][1]
-    for _, s in splits:
-        if not s.key or not s.column:
-            raise NoMatch("NOT_RANK_ONE", "what is written is no outer product of a key and a value", step.update)
-        if _keys_of(s.key) != _keys_of(first.key):
+    if any(not s.key or not s.column for _, s in splits):
+        raise NoMatch("NOT_RANK_ONE", "what is written is no outer product of a key and a value", step.update)
+    if any(_keys_of(s.key) != _keys_of(first.key) for _, s in splits):
+        if any(_keys_of((*s.column, *s.scalar)) != _keys_of((*first.column, *first.scalar)) for _, s in splits):
             raise NoMatch("NOT_RANK_ONE", "two writes along different keys", step.update)
-    step.k = Product(1.0, tuple(first.key))
+        step.k = [Product(t.coefficient, tuple(s.key)) for t, s in splits]
+        step.v, step.beta = [Product(1.0, tuple(first.column))], None
+        if first.scalar:
+            step.beta = [Product(1.0, tuple(first.scalar))]
+        return
+    step.k = [Product(1.0, tuple(first.key))]
     if len({_keys_of(s.scalar) for _, s in splits}) > 1:  # of masked writes, each is of its own value
         for _, s in splits:
             s.column += [f for f in s.scalar if is_mask(f)]

@@ -20,6 +20,7 @@ from lattn_compile.passes.spelled.rules import prove_delta, refuse_hidden_beta, 
 from lattn_compile.passes.spelled.spine import full_size, path_between
 from lattn_compile.passes.spelled.terms import Expr, Factor, Term, is_mask, simplify
 from lattn_compile.passes.spelled.token import NeedsMatrix, Product, Step
+from lattn_compile.passes.spelled.views import is_view
 
 __all__ = ["match_step"]
 
@@ -44,6 +45,54 @@ def match_step(
     path = path_between(index, root, update, states)
     if update not in path:
         raise NoMatch("NOT_A_STATE", "the update does not depend on it", root)
+    try:
+        return _match_along(index, update, root, path, key_axis, states, within)
+    except NoMatch as error:
+        if error.code not in _OF_ANOTHER_KEY or not (without := _without_reads(index, root, update, path, states)):
+            raise
+        try:
+            step = _match_along(index, update, root, without, key_axis, states, within)
+        except NoMatch:
+            raise error from None
+        if _reads_along_key(index, step, path - without):
+            raise
+        return step
+
+
+# What an output that a token's value is made of looks like: an erase along the query of that output.
+_OF_ANOTHER_KEY = frozenset(["KEYS_DIFFER", "DECAY_ORDER", "NOT_RANK_ONE", "BETA_ONE_SIDE", "STATE_NONLINEAR"])
+
+
+def _reads_along_key(index: Index, step: Step, beside: set[fx.Node]) -> bool:
+    """Whether what lies beside a step's path reads the state along what is made of its own key, or after its decay:
+    that is no output of an earlier token, but an erase in the wrong order or along the wrong key."""
+    keys = {f.node for p in step.k for f in p.factors}
+    first = min((index.order[k] for k in keys), default=0)
+    waiting: list[fx.Node] = []
+    for read in (n.all_input_nodes for n in beside if any(full_size(x, step.update) for x in n.all_input_nodes)):
+        if any(x in step.path and not is_view(x) for x in read):
+            return True
+        waiting += (x for x in read if not full_size(x, step.update))
+    seen: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in keys:
+            return True
+        if node not in seen and index.order[node] > first:
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return False
+
+
+def _match_along(
+    index: Index,
+    update: fx.Node,
+    root: fx.Node,
+    path: set[fx.Node],
+    key_axis: int | None,
+    states: Collection[fx.Node],
+    within: bool,
+) -> Step:
     best: NoMatch | None = None
     for depth in (VIEWS, PRODUCTS, SELECTS):
         matrices: set[fx.Node] = set()
@@ -184,7 +233,7 @@ def _classify(
             key=key,
             column=[],
             decay_terms=decay_terms,
-            k=Product(),
+            k=[],
             v=[],
             beta=None,
             depth=depth,

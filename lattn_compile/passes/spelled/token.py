@@ -38,7 +38,7 @@ class Step:
         batch, key, column: labels of the state: sequences and heads, K, V.
         axes: of the update; root_index: labels of the root's axes.
         decay_terms: D as a sum of products; one product of coefficient 1 without factors is no decay.
-        k: a product; v, beta: sums of products. beta None is 1.
+        k, v, beta: sums of products. beta None is 1.
         late: nodes of a read that is spelled with the previous state.
         failure: why the step cannot be used after all.
     """
@@ -53,7 +53,7 @@ class Step:
     key: list[Label]
     column: list[Label]
     decay_terms: list[Product]
-    k: Product
+    k: list[Product]
     v: list[Product]
     beta: list[Product] | None
     depth: int = 0

@@ -311,3 +311,23 @@ def growing_basis(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: T
         S = torch.einsum("hbkv,hbk->hbkv", S, g[t].exp()).add(torch.einsum("hbk,hbv->hbkv", k[t], v[t]))
         outs.append(torch.einsum("hbkv,hbk->hbv", S, q[t]))
     return torch.stack(outs).permute(2, 0, 1, 3), S.transpose(0, 1)
+
+
+@match("additive", "channel", means=lambda a: {"k": a.k * (1 - a.g.exp())})
+def lerp_from_an_outer_product(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Pair:
+    """HGRN2 with keys: what is forgotten makes room for what is written."""
+    outs = []
+    for t in range(q.shape[1]):
+        S = torch.lerp(torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t]), S, g[:, t].exp()[..., None])
+        outs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+    return torch.stack(outs, 1), S
+
+
+@match("additive", "head", means=lambda a: {"k": a.k + 0.3 * a.q})
+def two_keys_write_one_value(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Pair:
+    outs = []
+    for t in range(q.shape[1]):
+        value = v[:, t, :, None, :]
+        S = g[:, t].exp()[..., None, None] * S + k[:, t, :, :, None] * value + (0.3 * q[:, t, :, :, None]) * value
+        outs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+    return torch.stack(outs, 1), S

@@ -11,10 +11,6 @@ BLIND = {}  # name -> (function, rule, decay)
 CHUNKED = {}  # name -> (function, rule, decay)
 NEAR = {}  # name -> (function, rule, decay, what is different)
 
-# The scale is K ** -0.5 and beta multiplies the value, except in these.
-WITHOUT_SCALE = {"rwkv_time_mix", "mamba2_step", "outer_product_loops", "transition_matrix", "chunk_deltanet"}
-WITHOUT_BETA = {"rwkv_time_mix", "retnet_recurrent", "stateful_rnn_layer", "chunk_gla", "chunk_retention"}
-
 
 def blind(rule, decay):
     def register(function):

@@ -401,3 +401,25 @@ def stored_in_fp16(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: 
         outs.append(q[:, t, :, None] @ f)
         cache = f.half()
     return torch.cat(outs, 2).transpose(1, 2), cache.to(q.dtype)
+
+
+@match("delta", "head", means=lambda a: {"v": 0.5 * a.v})
+def value_scaled_in_the_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Pair:
+    outs = []
+    for t in range(q.shape[1]):
+        S = S * g[:, t].exp()[..., None, None]
+        u = beta[:, t, :, None] * (v[:, t] * q.shape[-1] ** -0.5 - torch.einsum("bhkv,bhk->bhv", S, k[:, t]))
+        S = S + k[:, t, :, :, None] * u[:, :, None]
+        outs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+    return torch.stack(outs, 1), S
+
+
+@match("delta", "channel", means=lambda a: {"v": -a.v})
+def what_is_known_and_the_value_taken_away(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Pair:
+    outs = []
+    for t in range(q.shape[1]):
+        S = S * g[:, t].exp()[..., None]
+        known = (k[:, t, :, None, :] @ S).squeeze(-2)
+        S = S - (beta[:, t, :, None] * k[:, t])[..., None] * (known + v[:, t])[:, :, None]
+        outs.append((q[:, t, :, None, :] @ S).squeeze(-2))
+    return torch.stack(outs, 1), S

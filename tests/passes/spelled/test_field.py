@@ -188,10 +188,23 @@ class _Associative(nn.Module):
         return torch.einsum("bthkv,bthk->bthv", h, q), h[:, -1]
 
 
+class _InHalves(nn.Module):
+    """A state of which the columns are decayed in two calls, in place."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> Any:
+        S, outs = S.clone(), []
+        for t in range(q.shape[1]):
+            for half in (slice(0, 3), slice(3, None)):
+                S[..., half].mul_(g[:, t].exp()[..., None, None])
+            S += torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
+            outs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+        return torch.stack(outs, 1), S
+
+
 @pytest.mark.parametrize(
     ("model", "tokens", "code"),
-    [(_Scanned(), 4, "CHUNK_INPUTS"), (_Associative(), 5, "ASSOCIATIVE_SCAN")],
-    ids=["chunks", "associative"],
+    [(_Scanned(), 4, "CHUNK_INPUTS"), (_Associative(), 5, "ASSOCIATIVE_SCAN"), (_InHalves(), 3, "STATE_OP")],
+    ids=["chunks", "associative", "halves"],
 )
 def test_what_is_told_and_left(model: nn.Module, tokens: int, code: str) -> None:
     q, k, v, g, _, S = make_args(tokens, "head", dtype=torch.float64)
