@@ -28,6 +28,7 @@ from lattn_compile.errors import (
     PolicyError,
     RewriteError,
     SequenceError,
+    UnsupportedError,
     nearest,
     reason,
 )
@@ -109,6 +110,7 @@ def _compile(
         # Tensors of our own tracing and checking are none of those that a checkpoint or an offloading around us counts.
         with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is), values_known(context, inputs):
             passes.run(context)
+        _refuse_forward_mode(context)
     finally:
         if _depends_on_the_phase(context):
             private.guard_global(phase.__name__, phase.KIND)
@@ -128,9 +130,24 @@ def _compile(
     compiled = private.compile_with_inductor(gm, [*inputs, *context.appended.values()], patches, DECOMPOSITIONS)
     if _depends_on_the_phase(context):
         compiled = _with_lengths(compiled, context)
+    elif phase.kind() and context.sites:
+        compiled = _noted(compiled)
     report.seconds = time.perf_counter() - started
     log.info("%s", report.summary())
     return compiled
+
+
+def _refuse_forward_mode(context: PassContext) -> None:
+    """The ops have no rule for tangents, and would drop them without a word."""
+    site = next((s for s in context.sites if s.rewritten), None)
+    if site is None or not any(getattr(n.target, "__name__", "") == "_make_dual" for n in context.module.graph.nodes):
+        return
+    raise UnsupportedError(
+        site.id,
+        got="forward-mode AD (jvp, jacfwd, dual numbers) in the compiled region that it stands in",
+        want="first-order reverse mode",
+        remedy="Use torch.autograd.grad, or keep it out of that region.",
+    )
 
 
 def _keep_or_record(gm: fx.GraphModule, patches: dict[str, Any]) -> None:
@@ -183,6 +200,16 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
 def _depends_on_the_phase(context: PassContext) -> bool:
     """Whether a phase of another kind needs another graph: captured calls say so themselves, to Dynamo."""
     return bool(context.appended) or any(s.proposal is not None and s.rewritten for s in context.sites)
+
+
+def _noted(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, whose inputs hold the lengths of the phase already, and which says so when it runs."""
+
+    def run(*args: Any) -> Any:
+        phase.note_read()
+        return compiled(*args)
+
+    return run
 
 
 def _with_lengths(compiled: Callable[..., Any], context: PassContext) -> Callable[..., Any]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 __all__ = [
     "REASONS",
-    "CaptureError",
     "DistributedError",
     "DtypeError",
     "FileFormatError",
@@ -127,12 +126,6 @@ class UnsupportedError(LattnError):
     """A legal request whose part is not built yet, or not for this device. Nothing else is done in its place."""
 
     code = "unsupported"
-
-
-class CaptureError(LattnError):
-    """A known library call was made with arguments that have no exact counterpart here."""
-
-    code = "capture"
 
 
 class RewriteError(LattnError):

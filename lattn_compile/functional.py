@@ -22,6 +22,7 @@ from lattn_compile.ops.arguments import (
     check_tensors,
     check_transforms,
     query_scale,
+    traced_transform,
     transforms_refused,
 )
 from lattn_compile.ops.decode import CHECKPOINT_EVERY, checkpoint_interval
@@ -113,10 +114,21 @@ def linear_attention(
             'Pass policy=... to go on as it began, or policy="exact" (or initial_state.dense()) to go on exactly.',
         )
     start = carried(initial_state, call)
+    if isinstance(start.before, ReplayState) and start.before.mode == "two_precision" and start.before.rule != rule:
+        # Its ring holds inputs, which another rule would make another state of.
+        refuse(
+            "state",
+            "rule",
+            f"{rule!r} for a state of {start.before.rule!r}",
+            f"{start.before.rule!r}, by which its pending inputs are replayed",
+            "Go on under the rule that made it, or from initial_state.dense().",
+        )
     eager = not torch.compiler.is_compiling()
     if eager:
         carry = (start.state, start.cursor, start.read, *start.ring)
         check_transforms({"q": q, "k": k, "v": v, "g": g, "beta": beta}, carry)
+    elif said := _traced_transform():
+        refuse("unsupported", "lc.linear_attention", *said)
 
     ambient_prefix, ambient_sequence = phase.current()
     prefix = as_lengths("prefix_lengths", prefix_lengths) if prefix_lengths is not None else ambient_prefix
@@ -190,6 +202,11 @@ def _named(state: EncodedState | ReplayState) -> str:
     if isinstance(state, EncodedState):
         return f"an EncodedState of {state.state_format}"
     return f"a ReplayState of {state.anchor.state_format}, {state.mode} over {state.window} tokens"
+
+
+@torch.compiler.assume_constant_result
+def _traced_transform() -> tuple[str, str, str] | None:
+    return traced_transform()
 
 
 @torch.compiler.assume_constant_result

@@ -103,6 +103,7 @@ class WriteMode:
     mode: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
+        """JSON data, which `from_dict` reads back."""
         values = {n: getattr(self, n) for n in init_names(type(self))}
         return {"mode": self.mode, **{n: v.to_dict() if isinstance(v, Format) else v for n, v in values.items()}}
 
@@ -229,10 +230,16 @@ class Inverse:
     method: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
+        """JSON data, which `from_dict` reads back."""
         return {"method": self.method, **{n: getattr(self, n) for n in init_names(type(self))}}
 
     @staticmethod
     def from_dict(data: object) -> Inverse:
+        """The approximation that `to_dict` wrote.
+
+        Raises:
+            PolicyError: no such method, or options that it has not.
+        """
         name = data.get("method") if isinstance(data, Mapping) else data
         if not isinstance(data, Mapping) or not isinstance(name, str) or name not in INVERSES:
             raise PolicyError(
@@ -363,6 +370,7 @@ class Prefill:
 
     @property
     def changes_nothing(self) -> bool:
+        """Whether this is what a policy without `prefill` computes."""
         return not self.operands and self.inverse == "exact"
 
     def check(self, rule: str, key_dim: int) -> None:
@@ -419,6 +427,7 @@ class Prefill:
         return None if values == list(_OP_DEFAULTS.values()) else _read(*values)
 
     def to_dict(self) -> dict[str, Any]:
+        """JSON data, which `from_dict` reads back."""
         inverse = self.inverse.to_dict() if isinstance(self.inverse, Inverse) else self.inverse
         return {
             "operands": self.formats,
@@ -429,6 +438,11 @@ class Prefill:
 
     @classmethod
     def from_dict(cls, data: object) -> Prefill:
+        """The options that `to_dict` wrote; what is left out has its default.
+
+        Raises:
+            PolicyError: not a dict, an unknown key, or a value that the constructor refuses.
+        """
         if not isinstance(data, Mapping):
             raise PolicyError(
                 "prefill", got=repr(data), want="a dict or null", remedy="Write null for no prefill options."

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import importlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
@@ -22,10 +23,20 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from lattn_compile.errors import DtypeError, SequenceError, UnsupportedError
+from lattn_compile.errors import DtypeError, LattnWarning, SequenceError, UnsupportedError
 from lattn_compile.refusal import refuse
 
-__all__ = ["Lengths", "as_identity", "as_lengths", "bound", "current", "current_identity", "kind", "training_phase"]
+__all__ = [
+    "Lengths",
+    "as_identity",
+    "as_lengths",
+    "bound",
+    "current",
+    "current_identity",
+    "kind",
+    "note_read",
+    "training_phase",
+]
 
 NAMES = ("prefix_lengths", "sequence_lengths", "position", "sequence_ids")
 """What a phase says, as the ops' arguments are named, in the order of `current()` and `current_identity()`."""
@@ -40,6 +51,9 @@ _position: Tensor | None = None
 _sequence_ids: Tensor | None = None
 _kind: str = ""
 _owner: int | None = None
+
+_reads = 0
+"""How often something has computed under a phase: what does not grow inside one had no part in it."""
 
 _local = threading.local()
 """`guest`: whether this thread recomputes what another thread computed, and may enter phases as that one did."""
@@ -116,7 +130,8 @@ def _whole_numbers(name: str, numbers: Any, dtype: torch.dtype, remedy: str, *, 
         refuse("sequence", name, repr(numbers), f"{what}{limit}: one for all, or one a sequence", remedy)
     if not all(-(2 ** (8 * dtype.itemsize - 1)) <= n < 2 ** (8 * dtype.itemsize - 1) for n in items):
         refuse("sequence", name, repr(numbers), f"{what} that fit {dtype}", remedy)
-    return torch.tensor(items[0] if single else items, dtype=dtype)
+    # On the CPU whatever torch.set_default_device says: ops take lengths from there on every device.
+    return torch.tensor(items[0] if single else items, dtype=dtype, device="cpu")
 
 
 def _check_tensor(name: str, numbers: Tensor, remedy: str, least: int | None) -> None:
@@ -148,13 +163,15 @@ class training_phase:
     the compiled region. A backward uses the phase of its own forward, wherever it runs: compiled graphs and the ops
     keep their lengths, and `torch.utils.checkpoint` recomputes under the phase of the forward. (An implementation of
     activation checkpoints of another library does not: stay inside the `with` for its backward.) Nested phases restore
-    the outer one.
+    the outer one. A phase in which nothing read the lengths, as a model that is not compiled does not, warns when it
+    ends: nothing was rounded in it.
 
     Raises:
         DtypeError, SequenceError: lengths that are not lengths, or a prefix of a list longer than its sequence. What
             only a call can know, from that call: another number of sequences, and lengths beyond its tokens (those of
             tensors on other devices than the CPU are clamped: looking at them would wait).
-        UnsupportedError: entered inside a compiled region, or while another thread's phase is active.
+        UnsupportedError: entered inside a compiled region, or while another thread's phase is active; or left while
+            another phase than this one is active, as coroutines and generators do that take turns inside of theirs.
     """
 
     def __init__(
@@ -166,7 +183,7 @@ class training_phase:
         position: Lengths | None = None,
     ) -> None:
         self._given = (prefix_lengths, sequence_lengths, position, sequence_ids)
-        self._outer: list[tuple[_State, bool]] = []
+        self._outer: list[tuple[_State, bool, _State, int]] = []
 
     def __enter__(self) -> training_phase:
         if torch.compiler.is_compiling():
@@ -193,18 +210,39 @@ class training_phase:
                 )
             if guest:
                 _SWITCH.acquire()  # until it has left the phase again: no other recompute may begin in it
-            self._outer.append((_ambient(), guest))
-            _put(_State(prefix, sequence, position, ids, threading.get_ident()))
+            mine = _State(prefix, sequence, position, ids, threading.get_ident())
+            self._outer.append((_ambient(), guest, mine, _reads))
+            _put(mine)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        outer, guest = self._outer.pop()
+        outer, guest, mine, reads = self._outer.pop()
         with _SWITCH:
-            _put(outer)
+            in_turn = _ambient().same(mine)
+            # Out of turn nobody knows which phase is whose any more: none is left behind.
+            _put(outer if in_turn else _State())
         if guest:
             _SWITCH.release()
+        if error is not None:
+            return
+        if not in_turn:
+            raise UnsupportedError(
+                "training_phase",
+                got="an exit while another phase is active, or none",
+                want="phases that end in the reverse order of their beginnings",
+                remedy="The phase is one for the process: coroutines and generators that take turns inside of theirs "
+                "see each other's lengths. Let one leave its phase before another enters.",
+            )
+        if reads == _reads:
+            warnings.warn(
+                "lc.training_phase: nothing that ran in this phase read its lengths, so no state was rounded in it. "
+                'A model that is not compiled computes exactly: model.compile(backend="lattn_compile", ...), or call '
+                "lc.linear_attention with a policy.",
+                LattnWarning,
+                stacklevel=2,
+            )
 
 
 def _ambient() -> _State:
@@ -263,7 +301,15 @@ def current() -> tuple[Tensor | None, Tensor | None]:
 
     Readable while Dynamo traces: the tensors become inputs of the graph.
     """
+    if not torch.compiler.is_compiling():
+        note_read()
     return _prefix, _sequence
+
+
+def note_read() -> None:
+    """Something computes under the phase that is active now."""
+    global _reads
+    _reads += 1
 
 
 def current_identity() -> tuple[Tensor | None, Tensor | None]:

@@ -174,12 +174,13 @@ class Recipe:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recipe:
-        """Read what `save` wrote.
+        """Read what `save` wrote; of a folder, `lattn_recipe.json` in it.
 
         Raises:
             FileFormatError: no such file, or not JSON. RecipeError, PolicyError, FormatError: not a valid recipe.
         """
-        return cls.from_dict(read_json(Path(path)))
+        source = Path(path)
+        return cls.from_dict(read_json(source / RECIPE_FILE if source.is_dir() else source))
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str]) -> Recipe:

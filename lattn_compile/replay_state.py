@@ -95,6 +95,7 @@ class ReplayState:
         return self._map(lambda x: x.detach())
 
     def to(self, device: torch.device | str) -> ReplayState:
+        """All parts on another device. Raises as `EncodedState.to` does."""
         where = device_of(device)
         return self._map(lambda x: x.to(where))
 

@@ -108,10 +108,12 @@ class Site:
         object.__setattr__(self, "folded", tuple(self.folded))
 
     def to_dict(self) -> dict[str, Any]:
+        """JSON data, which `from_dict` reads back."""
         return _record(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Site:
+        """The site that `to_dict` wrote."""
         return cls(**_fields(cls, data))
 
 
@@ -139,10 +141,12 @@ class Unmatched:
         object.__setattr__(self, "evidence", _plain(self.evidence))
 
     def to_dict(self) -> dict[str, Any]:
+        """JSON data, which `from_dict` reads back."""
         return _record(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Unmatched:
+        """The candidate that `to_dict` wrote."""
         return cls(**_fields(cls, data))
 
 
@@ -172,10 +176,12 @@ class Report:
 
     @property
     def rewritten(self) -> list[Site]:
+        """Sites that run the policy they were given."""
         return [s for s in self.sites if s.verdict == "rewritten"]
 
     @property
     def left(self) -> list[Site]:
+        """Sites that stay as they are, each with its `reason`."""
         return [s for s in self.sites if s.verdict == "left"]
 
     @property
@@ -223,6 +229,7 @@ class Report:
         return summary_line(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
+        """JSON data, which `from_dict` reads back."""
         return {
             "schema": SCHEMA,
             "version": SCHEMA_VERSION,

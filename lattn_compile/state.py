@@ -71,6 +71,7 @@ class EncodedState:
 
     @property
     def fmt(self) -> Format:
+        """The format of the stored tensors."""
         return parse(self.state_format)
 
     @property
@@ -128,6 +129,11 @@ class EncodedState:
         return self._map(lambda x: x.detach())
 
     def to(self, device: torch.device | str) -> EncodedState:
+        """All parts on another device.
+
+        Raises:
+            DtypeError: not a device: a state keeps its format, and a dtype is `dense()`'s business.
+        """
         where = device_of(device)
         return self._map(lambda x: x.to(where))
 

@@ -204,6 +204,7 @@ class PackedCaches:
                 self._hooks.append((module, module.register_forward_pre_hook(_before, with_kwargs=True)))
         if all(site is not None for _, site in self._layers):
             assisted.allow(self.model)
+        assisted.mark_assistants(self.model)
         self._begins = _begin_between_calls(self.model)
         # Dynamo guards no hook that was added since: code compiled before would go on without it.
         torch.compiler.reset()
@@ -441,7 +442,7 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     cache = kwargs.get("cache", kwargs.get("cache_params"))
     if cache is None:
         cache = next((x for x in args if hasattr(x, "layers")), None)
-    if cache is None:
+    if cache is None or assisted.is_assistants(cache):
         return
     layers, index = cache.layers, module.layer_idx
     if not isinstance(layers[index], PackedLayer):

@@ -27,6 +27,7 @@ __all__ = [
     "check_transforms",
     "query_scale",
     "refuse_position",
+    "traced_transform",
     "transforms_refused",
 ]
 
@@ -94,6 +95,24 @@ def check_transforms(given: Mapping[str, Tensor | None], carry: Sequence[Tensor 
             refuse("state", name, "a tensor made in inference mode", "one that a backward may keep", remedy)
 
 
+def traced_transform() -> tuple[str, str, str] | None:
+    """What a trace stands in that the ops have no rule for, for `refuse`: what it is, what is wanted, a way out.
+
+    A trace has no tangents to look at: in forward mode every tensor may have one, and the ops would drop it.
+    """
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    key = None if interpreter is None else interpreter.key()
+    if key == torch._C._functorch.TransformType.Jvp or forward_ad._current_level >= 0:
+        what = "forward-mode AD (jvp, jacfwd, dual numbers) around it in a compiled region"
+        return what, "first-order reverse mode", "Use torch.autograd.grad, or keep it out of that region."
+    if key == torch._C._functorch.TransformType.Grad:
+        return "torch.func.grad, vjp or jacrev around it", _OUTSIDE, _BACKWARD
+    return None
+
+
+_OUTSIDE, _BACKWARD = "a call outside of torch.func", "Use backward() or torch.autograd.grad."
+
+
 @contextlib.contextmanager
 def transforms_refused() -> Iterator[None]:
     """Around eager calls of ops: transforms of torch.func that have no rule for them."""
@@ -102,14 +121,12 @@ def transforms_refused() -> Iterator[None]:
     except RuntimeError as error:
         said = str(error)
         if "functorch transforms" in said:
-            what, remedy = "torch.func.grad, vjp or jacrev", "Use backward() or torch.autograd.grad."
+            what, remedy = "torch.func.grad, vjp or jacrev", _BACKWARD
         elif "Batching rule not implemented" in said:
             what, remedy = "torch.vmap of a call that returns its state", "Put the mapped axis into B or HV."
         else:
             raise
-        raise UnsupportedError(
-            "lc.linear_attention", got=f"{what} around it", want="a call outside of torch.func", remedy=remedy
-        ) from error
+        raise UnsupportedError("lc.linear_attention", got=f"{what} around it", want=_OUTSIDE, remedy=remedy) from error
 
 
 def check_constants(rule: Any, site_id: Any, **switches: Any) -> None:

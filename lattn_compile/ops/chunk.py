@@ -56,6 +56,8 @@ torch.library.define(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkOptions(OpOptions):
+    """Options of `lattn::chunk` and its backward, spelled as the op's schema does. `chunk_size`: tokens."""
+
     chunk_size: int = 64
 
     FORM: ClassVar[str] = "chunk"

@@ -87,6 +87,11 @@ torch.library.define(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeOptions(OpOptions):
+    """Options of `lattn::decode` and its backward, spelled as the op's schema does.
+
+    `checkpoint_every`: tokens between states that are kept for the backward, 0 for none.
+    """
+
     checkpoint_every: int = 0
 
     FORM: ClassVar[str] = "decode"

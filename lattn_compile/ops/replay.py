@@ -111,6 +111,12 @@ def sort_tensors(tensors: tuple[Any, ...]) -> tuple[Tensors, _Carried]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions(OpOptions):
+    """Options of `lattn::replay` and its backward, spelled as the op's schema does.
+
+    `window`: tokens between roundings; `factors`: format of the kept updates; `anchor`: format of the anchor of
+    two-precision; `keep_ring`: whether a call hands its last window over.
+    """
+
     window: int = 8
     factors: str | None = None
     anchor: str = "fp32"

@@ -30,11 +30,23 @@ def save_states(states: Mapping[str, QuantizedState], path: str | os.PathLike[st
     """Writes states, in the middle of a window too.
 
     Raises:
-        StateError: drafts wait to be accepted. UnsupportedError: safetensors is not installed.
+        StateError: no packed states by name, or drafts wait to be accepted. UnsupportedError: safetensors is not
+        installed.
     """
     tensors: dict[str, Tensor] = {}
     about: dict[str, Any] = {}
+    if not isinstance(states, Mapping):
+        raise StateError(
+            "states", got=type(states).__name__, want="QuantizedStates by name", remedy="{site: pool[site], ...}."
+        )
     for name, state in states.items():
+        if not isinstance(state, QuantizedState):
+            raise StateError(
+                f"states[{name!r}]",
+                got=type(state).__name__,
+                want="a QuantizedState",
+                remedy="torch.save keeps an EncodedState, a ReplayState or a tensor.",
+            )
         if state.draft is not None:
             raise StateError(
                 "states", got=f"{name} with drafts that wait", want="accept() first", remedy="accept(0) drops them."

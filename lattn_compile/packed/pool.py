@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lattn_compile.errors import DtypeError, SequenceError, ShapeError, StateError
+from lattn_compile.packed.given import check_heads, check_rule, check_seen
 from lattn_compile.packed.layout import Heads
 from lattn_compile.packed.state import QuantizedState
 from lattn_compile.policy import preset
@@ -42,13 +44,16 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of one slot in all layers: what is stored, and exact states that were not handed over yet."""
         return sum(row.nbytes for row in self.rows.values()) + nbytes(*self.exact.values())
 
 
 def _checked(name: str, site: object) -> tuple[Policy, Heads]:
     policy, heads = site if isinstance(site, tuple) and len(site) == 2 else (None, None)
     policy = preset(policy, f"sites[{name!r}]") if isinstance(policy, str) else policy
-    if not isinstance(policy, Policy) or not isinstance(heads, Heads):
+    if isinstance(policy, Policy) and isinstance(heads, Heads):
+        check_heads(f"sites[{name!r}][1]", heads)
+    else:
         raise StateError(
             f"sites[{name!r}]",
             got=repr(site),
@@ -56,6 +61,42 @@ def _checked(name: str, site: object) -> tuple[Policy, Heads]:
             remedy="(lc.Policy(...), lc.Heads(H, HV, K, V, decay, has_beta)).",
         )
     return policy, heads
+
+
+class _Book:
+    """Which slots are whose: shared by a pool and its states, which ask it about the slots that a call names.
+
+    Attributes:
+        slots: how many there are; numbers beyond them are the ops' to refuse. names: of each live slot, its sequence's
+            in stochastic rounding. staged: of each that waits for its first suffix token, its exact states and how many
+            tokens it has seen. in_use: whether slots are allocated here at all. An engine that has bookkeeping of its
+            own, and never allocates, is asked nothing.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.names: dict[int, int] = {}
+        self.staged: dict[int, tuple[dict[str, Tensor], int]] = {}
+        self.in_use = False
+
+    def check(self, state_indices: Tensor, padding_slot: int) -> None:
+        if not self.in_use:
+            return
+        for slot in state_indices.flatten().tolist():
+            if slot in self.staged:
+                raise StateError(
+                    "state_indices",
+                    got=f"slot {slot}, whose staged state was not handed over",
+                    want="the indices that pool.indices(slots) returned after stage()",
+                    remedy="Call pool.indices before the step: it stores what was staged.",
+                )
+            if slot in range(self.slots) and slot != padding_slot and slot not in self.names:
+                raise StateError(
+                    "state_indices",
+                    got=f"slot {slot}, which is nobody's",
+                    want="slots that allocate() gave and free() did not take",
+                    remedy="Allocate the sequence a slot first; pool.indices(slots) makes indices of live ones.",
+                )
 
 
 class StatePool:
@@ -84,15 +125,37 @@ class StatePool:
         if type(slots) is not int or slots < 1:
             raise StateError("slots", got=repr(slots), want="an int of at least 1", remedy="One slot a live sequence.")
         self.slots, self.device, self.dtype = slots, torch.device(device), dtype
+        if not isinstance(sites, Mapping) or not sites:
+            raise StateError(
+                "sites",
+                got=repr(sites),
+                want="a policy and the sizes of each layer, by name",
+                remedy='{"model.layers.0.linear_attn": (lc.Policy(...), lc.Heads(...)), ...}.',
+            )
+        rules = {} if rules is None else rules
+        if not isinstance(rules, Mapping) or not rules.keys() <= sites.keys():
+            raise StateError(
+                "rules", got=repr(rules), want=f"by names of sites: {', '.join(sites)}", remedy='{name: "additive"}.'
+            )
         self._states: dict[str, QuantizedState] = {}
         for number, (name, site) in enumerate(sites.items()):
             policy, heads = _checked(name, site)
             state = QuantizedState(policy, site_id=number)
-            rule = (rules or {}).get(name, "delta")
+            rule = rules.get(name, "delta")
+            check_rule(f"rules[{name!r}]", rule)
             self._states[name] = state.allocate(heads, slots, device=device, dtype=dtype, rule=rule, v_first=v_first)
         self._free = list(range(slots))[::-1]
-        self._names: dict[int, int] = {}
-        self._staged: dict[int, tuple[dict[str, Tensor], int]] = {}
+        self._book = _Book(slots)
+        self._watch()
+
+    def _watch(self) -> None:
+        self._names, self._staged = self._book.names, self._book.staged
+        for state in self._states.values():
+            state.check_named = self._book.check
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(kept)
+        self._watch()  # states are copied without their pool
 
     def __getitem__(self, site: str) -> QuantizedState:
         if site not in self._states:
@@ -132,6 +195,7 @@ class StatePool:
                 want="a free slot",
                 remedy="Free one, or swap a sequence out: swap_out(slot) keeps it outside the pool.",
             )
+        self._book.in_use = True
         slot = self._free.pop()
         self._names[slot] = sequence_id
         for state in self._states.values():
@@ -141,7 +205,7 @@ class StatePool:
         return slot
 
     def free(self, slot: int) -> None:
-        """The sequence has ended, or was cancelled; its slot may be anyone's.
+        """The sequence has ended, or was cancelled; its slot may be anyone's. Drafts of it that wait are dropped.
 
         Raises:
             StateError: no live slot.
@@ -156,6 +220,7 @@ class StatePool:
     @staticmethod
     def _clear(state: QuantizedState, slot: int) -> None:
         assert state.cursor is not None
+        state.drop_drafts(slot)
         state.cursor[slot] = -1
         if state.position is not None:
             state.position[slot] = 0
@@ -167,7 +232,7 @@ class StatePool:
                     "slot",
                     got=repr(slot),
                     want="a slot that allocate() gave and free() did not take",
-                    remedy="Allocate.",
+                    remedy="An int from allocate(), while the sequence lives; int(slot) makes one of a tensor.",
                 )
 
     def stage(self, slot: int, exact: Mapping[str, Tensor], *, seen: int = 0) -> None:
@@ -178,8 +243,14 @@ class StatePool:
 
         Raises:
             StateError: no live slot, or a site is missing or one too many. ShapeError, DtypeError: not such a state.
+            SequenceError: no such count of tokens.
         """
         self._live(slot)
+        check_seen(seen, 1)
+        if not isinstance(exact, Mapping):
+            raise StateError(
+                "exact", got=type(exact).__name__, want="the states by name", remedy="{site: tensor [HV, K, V], ...}."
+            )
         if exact.keys() != self._states.keys():
             raise StateError(
                 "exact",
@@ -190,6 +261,13 @@ class StatePool:
         for name, state in self._states.items():
             assert state.heads is not None
             want = [state.heads.HV, state.heads.K, state.heads.V]
+            if not isinstance(exact[name], Tensor):
+                raise DtypeError(
+                    f"exact[{name!r}]",
+                    got=type(exact[name]).__name__,
+                    want="a tensor",
+                    remedy="torch.as_tensor makes one of an array.",
+                )
             if list(exact[name].shape) != want:
                 raise ShapeError(
                     f"exact[{name!r}]",
@@ -231,6 +309,8 @@ class StatePool:
         Raises:
             StateError: no live slot, or one of them twice. SequenceError: `out` is no such buffer.
         """
+        if not isinstance(slots, Sequence) or isinstance(slots, str):
+            raise StateError("slots", got=repr(slots), want="a list of slots, None for padding", remedy="[slot, ...].")
         named = [slot for slot in slots if slot is not None]
         self._live(*named)
         if len(set(named)) != len(named):
@@ -240,10 +320,11 @@ class StatePool:
                 want="every slot once",
                 remedy="Two sequences that share a past need a copy of it each: copy(source, target).",
             )
-        if out is not None and (out.dtype is not torch.int32 or out.dim() != 1 or out.shape[0] < len(slots)):
+        fits = isinstance(out, Tensor) and out.dtype is torch.int32 and out.dim() == 1 and out.shape[0] >= len(slots)
+        if out is not None and not fits:
             raise SequenceError(
                 "out",
-                got=f"{out.dtype} {list(out.shape)}",
+                got=f"{out.dtype} {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__,
                 want=f"int32 [N], N >= {len(slots)}",
                 remedy="Make it as long as the largest batch.",
             )
@@ -304,12 +385,17 @@ class StatePool:
         self._live(slot)
         self._takes(snapshot)
         for name, state in self._states.items():
+            state.drop_drafts(slot)
             _put(snapshot.rows[name].to(self.device), state, slot)
         self._staged.pop(slot, None)
         if snapshot.exact:
             self._staged[slot] = {n: x.to(self.device, copy=True) for n, x in snapshot.exact.items()}, snapshot.seen
 
     def _takes(self, snapshot: Snapshot) -> None:
+        if not isinstance(snapshot, Snapshot):
+            raise StateError(
+                "snapshot", got=type(snapshot).__name__, want="what snapshot or swap_out returned", remedy="Pass that."
+            )
         if snapshot.rows.keys() != self._states.keys():
             raise StateError(
                 "snapshot",

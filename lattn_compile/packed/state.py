@@ -12,9 +12,11 @@ from torch.utils import _pytree as pytree
 
 from lattn_compile.carry import Call
 from lattn_compile.errors import SequenceError, StateError
+from lattn_compile.ops.arguments import query_scale
 from lattn_compile.ops.segments import split
 from lattn_compile.ops.validate import INTEGERS, Tensors, check_call
 from lattn_compile.packed import flush, ops  # noqa: F401 - registers the op
+from lattn_compile.packed.given import check_step
 from lattn_compile.packed.layout import Heads, compute_dtype, heads_of
 from lattn_compile.packed.rows import Rows, check_rows
 from lattn_compile.packed.step import is_one_step
@@ -62,6 +64,8 @@ class QuantizedState(StoredState):
         verifies: set by a cache whose next calls of several tokens are drafts.
         repeats: set by a cache whose model repeats each key head for its value heads before it calls: how often.
         draft: what was verified and not accepted yet.
+        check_named: set by a pool: refuses the slots that a call names (`state_indices`, `padding_slot`) and that are
+            nobody's. Asked in eager code, of indices that lie on a CPU.
 
     Raises:
         PolicyError: no policy, or a `Chunk` policy. UnsupportedError: a part of the policy that is not built.
@@ -72,6 +76,7 @@ class QuantizedState(StoredState):
         self.verifies = False
         self.repeats = 1
         self.draft: Draft | None = None
+        self.check_named: Callable[[Tensor, int], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -126,11 +131,28 @@ class QuantizedState(StoredState):
             UnsupportedError: an input requires a gradient. StateError: drafts wait to be accepted, or other sizes or
             gates than before. ShapeError, DtypeError, SequenceError: bad input, float64 for a float32 state included.
         """
+        check_step(
+            {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias},
+            {
+                "cu_seqlens": cu_seqlens,
+                "sequence_lengths": sequence_lengths,
+                "state_indices": state_indices,
+                "has_initial_state": has_initial_state,
+            },
+            rule=rule,
+            padding_slot=padding_slot,
+            lower_bound=lower_bound,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+        )
         self._ready(q, k, v, g, beta, A_log, dt_bias)
+        self._named(state_indices, padding_slot)
         tokens, numbers = (q, k, v, g, beta), (cu_seqlens, sequence_lengths, state_indices, has_initial_state)
         options = {
             "rule": rule,
-            "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+            "scale": query_scale(scale, q.shape[-1]),
             "qk_l2norm": use_qk_l2norm_in_kernel,
             "padding_slot": padding_slot,
         }
@@ -241,6 +263,23 @@ class QuantizedState(StoredState):
             raise no_gradient("step")
         self._no_drafts()
 
+    def _named(self, state_indices: Tensor | None, padding_slot: int) -> None:
+        if self.check_named is None or state_indices is None or torch.compiler.is_compiling():
+            return
+        if state_indices.device.type == "cpu":
+            self.check_named(state_indices, padding_slot)
+
+    def drop_drafts(self, slot: int) -> None:
+        """The drafts of the sequence in `slot`, if any wait, are no longer accepted: it has ended, or was replaced."""
+        if self.draft is None or self.cursor is None:
+            return
+        options = self.draft.options
+        named = options.get("state_indices")
+        if named is None:
+            named = torch.arange(self.slots, dtype=torch.int32, device=self.device)
+        named = torch.where(named == slot, -1, named)
+        self.draft = dataclasses.replace(self.draft, options={**options, "state_indices": named})
+
     def _no_drafts(self) -> None:
         if self.draft is not None:
             raise StateError(
@@ -335,6 +374,8 @@ class QuantizedState(StoredState):
         """
         self._ready()
         indices, here = options.get("state_indices"), options
+        if isinstance(indices, Tensor):
+            self._named(indices, options.get("padding_slot", -1))
         if indices is None or self.cursor is None:
             shadow = self.clone()
         else:  # of a pool, the sequences' own rows are enough

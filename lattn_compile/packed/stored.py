@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lattn_compile.carry import Call
 from lattn_compile.errors import DtypeError, ShapeError, StateError, UnsupportedError
+from lattn_compile.packed.given import check_heads, check_rule, check_seen
 from lattn_compile.packed.layout import Carried, Heads, call_of, compute_dtype, empty, handed_over, unpack
 from lattn_compile.site_policy import Policy
-from lattn_compile.state import nbytes
+from lattn_compile.state import check_index, nbytes
 
 __all__ = ["OWN", "StoredState", "no_gradient"]
 
@@ -46,14 +47,17 @@ class StoredState:
 
     @property
     def random(self) -> bool:
+        """Whether codes are rounded stochastically."""
         return self.call.rounding == "stochastic"
 
     @property
     def slots(self) -> int:
+        """How many sequences there is room for; 0 before the first call made it."""
         return 0 if self.cursor is None else self.cursor.shape[0]
 
     @property
     def device(self) -> torch.device:
+        """Where the stored tensors lie; the CPU while there are none."""
         return torch.device("cpu") if self.cursor is None else self.cursor.device
 
     @property
@@ -133,8 +137,20 @@ class StoredState:
             v_first: codes lie in memory value-first, `[slots, HV, V, K]`, as the pools of some engines do.
 
         Raises:
-            FormatError, PolicyError: K or V does not fit the policy.
+            StateError: sizes, slots, a dtype or a rule that cannot be. FormatError, PolicyError: K or V does not fit
+            the policy.
         """
+        check_heads("heads", heads)
+        check_rule("rule", rule)
+        if isinstance(slots, bool) or not isinstance(slots, (int, torch.SymInt)) or slots < 0:
+            raise StateError("slots", got=repr(slots), want="an int of at least 0", remedy="One slot a live sequence.")
+        if dtype not in (torch.float32, torch.float64):
+            raise StateError(
+                "dtype",
+                got=repr(dtype),
+                want="torch.float32 or torch.float64, in which steps compute",
+                remedy="What is stored has the dtype of the policy's format.",
+            )
         self.policy.check_shape(heads.K, heads.V)
         self.heads, self.rule, self.exact, self.encoded = heads, rule, None, False
         self.tensors = empty(self.call, heads, slots, device, dtype, v_first=v_first)
@@ -152,8 +168,13 @@ class StoredState:
                 stochastic rounding is keyed by it.
 
         Raises:
-            ShapeError, DtypeError: not such a state. UnsupportedError: one that a gradient flows through.
+            ShapeError, DtypeError: not such a state. SequenceError: no such count of tokens. UnsupportedError: one that
+            a gradient flows through.
         """
+        if not isinstance(exact, Tensor):
+            raise DtypeError(
+                "exact", got=type(exact).__name__, want="a tensor", remedy="torch.as_tensor makes one of an array."
+            )
         if exact.requires_grad and torch.is_grad_enabled():
             raise no_gradient("exact")
         if exact.dim() != 4:
@@ -174,6 +195,7 @@ class StoredState:
                 want=f"[N, HV, K, V] = [N, {self.heads.HV}, {self.heads.K}, {self.heads.V}], as before",
                 remedy="Every state of a site has the same sizes.",
             )
+        check_seen(seen, exact.shape[0])
         self.exact, self.encoded = exact if exact.dtype is torch.float64 else exact.float(), False
         self.whole = True
         if self.cursor is None or (self.slots, self.device) != (exact.shape[0], exact.device):
@@ -249,13 +271,26 @@ class StoredState:
     # What a cache does with a tensor.
 
     def index_select(self, dim: int, index: Tensor) -> Self:
-        """The sequences `index` in a new object: reordered beams, or what is left of a batch."""
+        """The sequences `index` (int `[M]`) in a new object: reordered beams, or what is left of a batch.
+
+        Raises:
+            ShapeError: another axis. DtypeError, StateError: no such tensor, or (on CPUs) sequences that there are none
+            of.
+        """
         _first(dim)
+        if self.cursor is not None:
+            check_index(index.to(self.device) if isinstance(index, Tensor) else index, self.cursor)
         return self._map(lambda x: _bytewise(x, lambda y: y.index_select(0, index.to(y.device))))
 
     def repeat_interleave(self, repeats: int, dim: int = 0) -> Self:
-        """Every sequence `repeats` times, in a new object."""
+        """Every sequence `repeats` times, in a new object.
+
+        Raises:
+            ShapeError: another axis. StateError: no such number.
+        """
         _first(dim)
+        if isinstance(repeats, bool) or not isinstance(repeats, (int, torch.SymInt)) or repeats < 0:
+            raise StateError("repeats", got=repr(repeats), want="an int of at least 0", remedy="One for all sequences.")
         return self._map(lambda x: _bytewise(x, lambda y: y.repeat_interleave(repeats, 0)))
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -280,6 +315,7 @@ class StoredState:
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def clone(self) -> Self:
+        """A copy that shares no memory."""
         return self._map(lambda x: x.clone())
 
     def zero_(self) -> Self:

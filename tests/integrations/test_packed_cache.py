@@ -481,3 +481,23 @@ def test_misuse_is_refused_by_name() -> None:
         out = model(_ids(), use_cache=True)
         _cache(out).activate_past_recording()
         _cache(out).crop(-1)
+
+
+@pytest.mark.parametrize("who", ["both", "part of the assistant", "itself"])
+def test_an_assistant_may_be_quantized_too(who: str) -> None:
+    model, _ = tiny_models.build("qwen3_next", layers=2)
+    assistant = model if who == "itself" else tiny_models.build("qwen3_next", seed=1, layers=3)[0]
+    ids = torch.randint(5, 90, (1, 9), generator=torch.Generator().manual_seed(0))
+    part = lc.Recipe(rules=[("model.layers.0.*", "int8"), ("*", None)])
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    with torch.no_grad(), quantize_cache(model, "int8-replay"):
+        want = model.generate(ids, **options)
+        if who == "itself":
+            got = model.generate(ids, assistant_model=assistant, **options)
+        else:
+            with quantize_cache(assistant, part if who.startswith("part") else "int8"):
+                got = model.generate(ids, assistant_model=assistant, **options)
+        copied = copy.deepcopy(model)
+    assert torch.equal(got, want)
+    assert "_prepare_cache_for_generation" not in vars(model)
+    assert copied._prepare_cache_for_generation.__self__ is copied
