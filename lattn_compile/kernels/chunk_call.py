@@ -119,8 +119,8 @@ class Call:
         self.value = {"V": value_dim, "VP": self.width}
         self.strength = {"BETA": beta is not None}
         self.bound = self.cut.bound(tokens, self.sequences, on_line=on_line)
-        self.span = self._span(backward)
         longest = self.cut.bound(tokens, 1, on_line=on_line)
+        self.span = self._span(backward, longest)
         self.skips = list(range(0, longest, self.span))
 
     def _sizes(self, value_dim: int) -> None:
@@ -145,15 +145,18 @@ class Call:
             return matrices + 2 * values + 2 * states + max(operands, later)
         return matrices + 2 * values + operands
 
-    def _span(self, backward: bool) -> int:
-        """Blocks of a sequence in a span."""
+    def _span(self, backward: bool, longest: int) -> int:
+        """Blocks of a sequence in a span. longest: of a sequence that had all tokens."""
         needs = self._needs(backward)
         given = sum(x.nbytes for x in (self.q, self.k, self.v, self.v, self.g, self.beta) if x is not None)
         budget = max(LEAST_BUDGET if backward else 4 * LEAST_BUDGET, GIVEN * given)
         least = budget // (needs * self.value_heads)
         if least >= self.bound:
             return self.bound
-        return max(LEAST_SPAN, least // max(self.sequences, 1))
+        span = max(LEAST_SPAN, least // max(self.sequences, 1))
+        if self.sequences == 1:  # all alike
+            span = triton.cdiv(longest, triton.cdiv(longest, span))
+        return span
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.q.new_empty(shape, dtype=dtype or torch.float32)

@@ -110,6 +110,26 @@ def _sums(which, high, low, none):
 
 
 @gluon.jit
+def _level(
+    P, A, step, ones, q, k, high_g, low_g, row, column, MMA: gl.constexpr, READ: gl.constexpr, BACK: gl.constexpr,
+    DELTA: gl.constexpr,
+):  # fmt: skip
+    """Puts the pairs that a level's middle parts in their places of P and A."""
+    middle = 8 >> step
+    none = gl.zeros(k.shape, gl.float32, MMA)
+    no_pairs = gl.zeros([4, 16, 16], gl.float32, MMA)
+    weight = exp2(_sums(ones.index(step).load(gl.DotOperandLayout(0, MMA, 2)), high_g, low_g, none))
+    high_k, low_k = fine_parts(k * weight)
+    high_q, low_q = fine_parts(q * weight)
+    level_P, level_A = _pairs(
+        no_pairs, no_pairs, _left(high_q, MMA), _left(low_q, MMA), _left(high_k, MMA), _left(low_k, MMA),
+        _right(high_k, MMA), _right(low_k, MMA), READ, BACK, DELTA,
+    )  # fmt: skip
+    apart = ((row ^ column) >= middle) & ((row ^ column) < 2 * middle) & ((row & middle) != 0)
+    return gl.where(apart, P + level_P, P), gl.where(apart, level_A, A)
+
+
+@gluon.jit
 def _past(gates, tile, other, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
     """`past_tiles` of chunk_tiles.py, counted `[4, 1, 32]`: gates `[1, 4, 32]`, tile `[4, 1, 1]`, other `[1, 4, 1]`."""
     if WHICH == 0:
@@ -142,7 +162,7 @@ def _store_reads(p, x, i, j, BT: gl.constexpr, BACK: gl.constexpr, FAR: gl.const
 def block_cuda(
     q, k, g, beta, starts, lengths, offsets, owner, index, kept, rows, whole, factors, reads, overlaps, scale, skip,
     q_token, q_head, q_channel, k_token, k_head, k_channel, g_token, g_head, g_channel, beta_token, beta_head, H, HV,
-    K: gl.constexpr, BK: gl.constexpr, BS: gl.constexpr, BT: gl.constexpr,
+    K: gl.constexpr, BK: gl.constexpr, BS: gl.constexpr, BT: gl.constexpr, ROLLED: gl.constexpr,
     DELTA: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, READ: gl.constexpr, BACK: gl.constexpr,
     CHUNK: gl.constexpr, TOKENS: gl.constexpr, PER: gl.constexpr,
 ):  # fmt: skip
@@ -308,18 +328,12 @@ def block_cuda(
             P += gl.where(row == column, own, 0.0)
         more = no_pairs
         # Every pair of tokens is parted once, so that these are no sums.
-        for step in gl.static_range(4):
-            middle = 8 >> step
-            weight = exp2(_sums(ones.index(step).load(LEFT), high_g, low_g, none))
-            high_k, low_k = fine_parts(b_k * weight)
-            high_q, low_q = fine_parts(b_q * weight)
-            level_P, level_A = _pairs(
-                no_pairs, no_pairs, _left(high_q, MMA), _left(low_q, MMA), _left(high_k, MMA), _left(low_k, MMA),
-                _right(high_k, MMA), _right(low_k, MMA), READ, BACK, DELTA,
-            )  # fmt: skip
-            apart = ((row ^ column) >= middle) & ((row ^ column) < 2 * middle) & ((row & middle) != 0)
-            P = gl.where(apart, P + level_P, P)
-            more = gl.where(apart, level_A, more)
+        if ROLLED:
+            for level in range(4):
+                P, more = _level(P, more, level, ones, b_q, b_k, high_g, low_g, row, column, MMA, READ, BACK, DELTA)
+        else:
+            for step in gl.static_range(4):
+                P, more = _level(P, more, step, ones, b_q, b_k, high_g, low_g, row, column, MMA, READ, BACK, DELTA)
         A += more.to(gl.float64)
 
         weight = exp2(_sums(ones.index(4).load(LEFT), high_g, low_g, none))

@@ -36,6 +36,9 @@ _SPREAD_COLUMNS = 32
 _BLOCK_SLICE = 32
 """Channels at a time of `block_cuda`, 16 or 32."""
 
+_BLOCK_ROLLED = False
+"""Whether the levels of `block_cuda` are a loop."""
+
 _BLOCK_REGISTERS = 168
 """At most, of a thread of `block_cuda`: three programs of it on a multiprocessor."""
 
@@ -63,7 +66,7 @@ def gluon() -> Any:
 
 @dataclass(slots=True)
 class _Span:
-    """Some blocks of every sequence, and what the kernels make of them; shapes as in those. `rows` is let go early."""
+    """Some blocks of every sequence, and what the kernels make of them; shapes as in those."""
 
     schedule: Schedule
     skip: int
@@ -78,6 +81,10 @@ class _Span:
     solved: Tensor | None
     turned: Tensor | None
     updates: Tensor | None = None
+
+    def let_go(self) -> None:
+        """Of what the gradients of keys do not read: a third of the memory."""
+        self.rows = self.pairs = self.solved = self.turned = None
 
 
 class FineCall(Call):
@@ -96,13 +103,17 @@ class FineCall(Call):
     def _needs(self, backward: bool) -> int:
         size, keys = self.cut.size, self.keys
         square, values, states = size * size, 4 * size * self.width, 4 * keys * self.width
-        rows = 2 * (6 if self.decay == 2 else 3) * size * keys
-        factors = 4 * FACTORS * size
+        rows = 12 * size * keys
+        if self.decay != 2:
+            rows = (4 if self.spread else 6) * size * keys * self.key_heads // self.value_heads
+        kept = 4 * (FACTORS * size + keys)
         if not backward:
-            return rows + factors + 16 * square
-        # Rows are let go when the gradients of keys are made.
-        later = 8 * size * keys + 8 * square + (4 * size * keys if self.decay == 2 else 0)
-        return max(rows, later) + factors + (40 if self.spread else 46) * square + 2 * values + 2 * states
+            return rows + kept + 16 * square
+        # On the way back, the inverse and what its kernel leaves, or both states and updates; then what the gradients
+        # of keys are made of, when rows, the inverse and its like are let go.
+        made = rows + (10 if self.spread else 16) * square + max(8 * square, 2 * values + 2 * states)
+        later = 2 * values + 2 * states + 8 * square + (12 if self.decay == 2 else 8) * size * keys + size * keys
+        return kept + (12 if self.decay == 1 else 8) * square + max(made, later)
 
     def prepare(self, skip: int, *, read: bool, back: bool = False) -> Any:
         placed = schedule(self.lengths, self.offsets, self.cut, self.bound, skip, self.span)
@@ -128,7 +139,7 @@ class FineCall(Call):
             if self.spread:
                 launched(gluon().block_cuda)[(blocks * heads,)](
                     self.q, self.k, self.g, self.beta, *where, norms, span.rows, whole, factors, pairs, overlaps,
-                    self.scale, skip, *qk, *of_g, *of_beta, key_heads, heads, BS=_BLOCK_SLICE,
+                    self.scale, skip, *qk, *of_g, *of_beta, key_heads, heads, BS=_BLOCK_SLICE, ROLLED=_BLOCK_ROLLED,
                     maxnreg=_BLOCK_REGISTERS, **options,
                 )  # fmt: skip
             else:
@@ -278,7 +289,7 @@ class FineCall(Call):
                 CHANNEL=self.decay == 2, AFTER=self.after, STAGES=1 if self.decay == 2 else 2, **self.key, **self.value,
                 **self.norm, **self.blocks, num_warps=8,
             )  # fmt: skip
-            span.rows = None
+            span.let_go()
             return cotangents, drhs
         parts = 6 if self.decay == 2 else 3
         launched(carry_back)[(self.width // (16 * self.groups) * heads * self.sequences,)](
@@ -287,5 +298,5 @@ class FineCall(Call):
             span.skip, *self.q.stride(), *grad_o.stride(), *dv.stride(), self.key_heads, heads,
             **self._loop(parts, 5),
         )  # fmt: skip
-        span.rows = None
+        span.let_go()
         return cotangents, drhs
