@@ -17,10 +17,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.compiling import compile_in_parallel, only_compile
+from lattn_compile.bench.timing import by_kernel, milliseconds
 from lattn_compile.formats import parse
 from lattn_compile.formats.quantizer import Quantizer
 from lattn_compile.kernels import replay, replay_launch, replay_run
@@ -118,38 +117,6 @@ def check(kind: str, spec: str) -> list[str]:
         if not error <= 4e-3:
             found.append(f"{kind} {spec}: {name} is off by {error:.2g} (bound 4e-3)")
     return found
-
-
-def milliseconds(call: Callable[[], object], replays: int = 9) -> float:
-    """Median time of a CUDA graph of one call."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
-    for i in range(replays + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i:
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
-def by_kernel(call: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of one call by kernel."""
-    from torch.profiler import ProfilerActivity, profile
-
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        call()
-        torch.cuda.synchronize()
-    found = {e.key: e.device_time_total / 1e3 for e in trace.key_averages() if e.device_time_total > 0}
-    return dict(sorted(found.items(), key=lambda item: -item[1])[:10])
 
 
 def memory(call: Call) -> float:
@@ -260,14 +227,22 @@ class Found:
 
 
 def measure(
-    found: Found, tokens: int, ways: list[str], cases: list[tuple[str, str]], profiled: bool, until: float
+    found: Found,
+    tokens: int,
+    ways: list[str],
+    cases: list[tuple[str, str]],
+    until: float,
+    *,
+    profiled: bool,
+    others: bool,
 ) -> None:
+    """others: FLA too."""
     for way in ways:
         for kind, spec in cases if way == ways[0] else cases[:2]:
             if time.time() > until:
                 print(f"no time for {way} {kind} {spec}", flush=True)
                 continue
-            if (kind, spec) == cases[min(2, len(cases) - 1)] and way == ways[0]:
+            if others and (kind, spec) == cases[min(2, len(cases) - 1)] and way == ways[0]:
                 # Behind what matters most, because it tunes itself for long.
                 found.fla["kda"] = fla("kda", tokens)
                 print("FLA kda", found.fla["kda"], flush=True)
@@ -285,7 +260,7 @@ def measure(
                 row["forward_ms"] = milliseconds(call.forward)
                 row["memory"] = memory(call)
                 if profiled and spec == "int8":
-                    row["kernels_ms"] = by_kernel(call.train)
+                    row["kernels_ms"] = by_kernel(call.train, 10)
                 found.rows.append(row)
                 print(row, flush=True)
                 found.write()
@@ -295,7 +270,7 @@ def measure(
                 found.wrong(f"{way} {kind} {spec}: {type(error).__name__}: {str(error)[:300]}")
                 if "CUDA error" in str(error):
                     return
-    if time.time() < until:
+    if others and time.time() < until:
         found.fla["gdn"] = fla("gdn", tokens)
         print("FLA gdn", found.fla["gdn"], flush=True)
     found.write()
@@ -308,6 +283,7 @@ def main() -> int:
     every = ["/".join(case) for case in CASES]
     parser.add_argument("--cases", nargs="+", default=every, help="kind/format of anchors[+format of records]")
     parser.add_argument("--by-kernel", action="store_true")
+    parser.add_argument("--without-fla", action="store_true", help="which tunes itself for half a minute")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--processes", type=int, default=12, help="that compile")
     parser.add_argument("--out", type=Path)
@@ -322,7 +298,7 @@ def main() -> int:
     compile_in_parallel([__file__, *asked], args.processes, until)
     print(f"compiled, {until - time.time():.0f} s left", flush=True)
     found = Found(args.tokens, args.out)
-    measure(found, args.tokens, args.launch, cases, args.by_kernel, until)
+    measure(found, args.tokens, args.launch, cases, until, profiled=args.by_kernel, others=not args.without_fla)
     print(found.table(), flush=True)
     return int(bool(found.broken))
 
