@@ -114,7 +114,7 @@ def rotate(
 
 def supports(dim: int, turned: int, dtype: torch.dtype) -> bool:
     """Whether `forward` takes heads of so many channels, of which so many are turned."""
-    return 0 < turned <= dim <= 1024 and turned % 2 == 0 and dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return 0 < turned <= dim <= 1024 and turned % 2 == 0 and dtype is torch.bfloat16
 
 
 def forward(q: Heads, k: Heads | None, cos: Tensor, sin: Tensor, dim: int, eps: float) -> tuple[Tensor, ...]:

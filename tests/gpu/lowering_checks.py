@@ -284,13 +284,13 @@ def _poisoned() -> Iterator[None]:
         yield
 
 
-@_each("convolution step", ["1", "8", "64", "256", "3 of three", "5 of float32"])
+@_each("convolution step", ["1", "8", "64", "256", "3 of three", "5 of float32", "5 of float16"])
 def _convolution_step(which: str) -> list[Row]:
     """The convolution's kernel with the gates beside it, beside float64 and the operations apart; inputs that moved on
     bit by bit."""
     from lattn_compile.kernels import conv_step
 
-    count, dtype = int(which.split()[0]), torch.float32 if "float32" in which else torch.bfloat16
+    count, dtype = int(which.split()[0]), getattr(torch, which.split()[-1], torch.bfloat16)
     kept, channels, heads = 3 if "three" in which else 4, 8192, 32
     rng = torch.Generator().manual_seed(count)
     shapes = [
@@ -330,7 +330,7 @@ def _convolution_step(which: str) -> list[Row]:
         out, moved, decay, strength = conv_step.forward(
             new, past.clone(), weight, None, silu=True, beside=(x, matrix), gates=gates
         )
-    bits = torch.int16 if dtype is torch.bfloat16 else torch.int32
+    bits = torch.int32 if dtype is torch.float32 else torch.int16
     finite = want[0].isfinite()
     rows: list[Row] = [
         ("moved", float((moved.view(bits) != own[1].contiguous().view(bits)).sum()), 0.0),
@@ -343,14 +343,15 @@ def _convolution_step(which: str) -> list[Row]:
     return rows
 
 
-@_each("rotation", ["1", "8", "40", "3 each", "3 of float32", "64 early"])
+@_each("rotation", ["1", "8", "40", "3 each", "3 alone", "3 of 96 channels", "3 of float32", "64 early"])
 def _rotation(which: str) -> list[Row]:
     """Norm and rotation of a token's queries and keys beside a step of a recurrence, beside float64 and the operations
-    apart: of one position, or of a position each sequence."""
+    apart: of one position, or of a position each sequence; queries alone; and in float32, which stays apart."""
     clear()
+    dim = 96 if "96" in which else 256
     batch, dtype = int(which.split()[0]), torch.float32 if "float32" in which else torch.bfloat16
     rng = torch.Generator().manual_seed(batch)
-    shapes = [(batch, 1, 512), (1536, 512), (16 * 512, 512), (2 * 256, 512), (256,), (256,)]
+    shapes = [(batch, 1, 512), (1536, 512), (16 * 2 * dim, 512), (2 * dim, 512), (dim,), (dim,)]
     given = [torch.randn(*s, generator=rng).mul(s[-1] ** -0.5 if i in (1, 2, 3) else 1.0) for i, s in enumerate(shapes)]
     angle = torch.randn(batch if "each" in which else 1, 1, 32, generator=rng).repeat(1, 1, 2)
     given = [x.to(dtype).cuda() for x in (*given, angle.cos(), angle.sin())]
@@ -372,8 +373,8 @@ def _rotation(which: str) -> list[Row]:
             part = part * cos.unsqueeze(1) + torch.cat([-part[..., 32:], part[..., :32]], -1) * sin.unsqueeze(1)
             return torch.cat([part, rest], -1)
 
-        heads = linear(x, query).unflatten(-1, (16, 512))[..., :256], linear(x, keys).unflatten(-1, (2, 256))
-        return [o, turned(heads[0], q_weight), turned(heads[1], k_weight)]
+        heads = linear(x, query).unflatten(-1, (16, 2 * dim))[..., :dim], linear(x, keys).unflatten(-1, (2, dim))
+        return [o, turned(heads[0], q_weight), heads[1] if "alone" in which else turned(heads[1], k_weight)]
 
     with torch.no_grad():
         want = layer(state.double(), *(x.double() for x in given))
@@ -396,7 +397,7 @@ def _rotation(which: str) -> list[Row]:
     return [
         *rows,
         ("replays unlike the first", worst, 0.0),
-        ("launches unlike", float(len(re.findall(r"rotate_\d+\.run\(", code)) != 1), 0.0),
+        ("launches unlike", float(len(re.findall(r"rotate_\d+\.run\(", code)) != (dtype is torch.bfloat16)), 0.0),
     ]
 
 
