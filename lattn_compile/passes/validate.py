@@ -6,6 +6,7 @@ A site that the active phase cannot reach, and to which it would have made a dif
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lattn_compile import phase
 from lattn_compile.errors import RewriteError
@@ -36,7 +37,8 @@ def _same_outputs(site: SiteNode) -> None:
     if fake is None:
         return
     with fake, torch.no_grad():
-        after = overload(*args[0], **args[1])
+        args, kwargs = torch.utils._pytree.tree_map_only(FakeTensor, lambda x: _of_mode(fake, x), args)
+        after = overload(*args, **kwargs)
     for index, name in enumerate(("o", "final_state")):
         was, now = before[index], after[index]
         if was.dtype != now.dtype or tuple(was.shape) != tuple(now.shape):
@@ -49,3 +51,8 @@ def _same_outputs(site: SiteNode) -> None:
     for key in ("val", "example_value"):
         if key in site.node.meta:
             site.node.meta[key] = after
+
+
+def _of_mode(mode: FakeTensorMode, x: FakeTensor) -> torch.Tensor:
+    """A tensor like `x`, of the active mode: make_fx, tracing real tensors, may give each node one of its own."""
+    return x if x.fake_mode is mode else torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
