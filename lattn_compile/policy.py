@@ -104,7 +104,17 @@ class Recipe:
 
         `(None, None)`: no rule matches. `(i, None)`: rule i leaves the site alone. `site` is the site's id; given a
         bare path, which tells no kind, a rule for one kind (`"*/kda#*"`) is judged by the part before its slash.
+
+        Raises:
+            RecipeError: no such id.
         """
+        if not isinstance(site, str):
+            raise RecipeError(
+                "site",
+                got=repr(site),
+                want="a site's id, or a module's path",
+                remedy="A report lists the ids of sites.",
+            )
         path, slash, _ = site.partition("/")
         for index, (glob, policy) in enumerate(self.rules):
             other = fnmatch.fnmatchcase(path, glob if slash else glob.partition("/")[0])
@@ -168,7 +178,7 @@ class Recipe:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON to `path`, or to `lattn_recipe.json` in it if it is a folder."""
-        target = Path(path)
+        target = _path(path)
         target = target / RECIPE_FILE if target.is_dir() else target
         write_json(target, self.to_dict())
 
@@ -179,7 +189,7 @@ class Recipe:
         Raises:
             FileFormatError: no such file, or not JSON. RecipeError, PolicyError, FormatError: not a valid recipe.
         """
-        source = Path(path)
+        source = _path(path)
         return cls.from_dict(read_json(source / RECIPE_FILE if source.is_dir() else source))
 
     @classmethod
@@ -189,7 +199,7 @@ class Recipe:
         Raises:
             FileFormatError: no such folder, or no recipe in it.
         """
-        if not Path(path).is_dir():
+        if not _path(path).is_dir():
             raise FileFormatError(
                 "path",
                 got=repr(os.fspath(path)),
@@ -217,6 +227,12 @@ class Recipe:
 
 
 _RECIPE_REMEDY = f'A recipe looks like {{"version": {RECIPE_VERSION}, "rules": [{{"match": "*", "policy": "int8"}}]}}.'
+
+
+def _path(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise FileFormatError("path", got=repr(path), want="a path", remedy="A str, or a pathlib.Path.")
+    return Path(path)
 
 
 def _not_rules(got: str) -> RecipeError:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import lattn_compile as lc
 from lattn_compile.testing.oracle import oracle
@@ -177,3 +179,17 @@ def test_what_is_not_a_program_is_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, archive)
     with pytest.raises(lc.LattnError, match=r"torch\.export\.save"):
         lc.inspect(archive)
+
+
+def test_a_trace_whose_nodes_have_a_fake_mode_each_is_rewritten() -> None:
+    """As `make_fx` of real tensors leaves them."""
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return lc.linear_attention(q, k, v, None, None)[0]  # type: ignore[return-value]
+
+    traced = make_fx(layer)(*(torch.randn(1, 3, 2, 4) for _ in range(3)))
+    for node in traced.graph.nodes:
+        if isinstance(x := node.meta.get("val"), torch.Tensor):
+            with FakeTensorMode():
+                node.meta["val"] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    assert len(lc.rewrite(traced, "int8").report.rewritten) == 1

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 import lattn_compile as lc
 from lattn_compile import phase
-from lattn_compile.errors import LattnWarning, StateError, UnsupportedError
+from lattn_compile.errors import LattnError, LattnWarning, StateError, UnsupportedError
 from lattn_compile.testing.backend import recorded
 from lattn_compile.testing.inputs import make_inputs
 from tests import tiny_models
@@ -45,7 +45,7 @@ def test_a_phase_around_a_model_that_is_not_compiled_says_that_nothing_was_round
         torch.compile(loop, backend="eager")(*spelled())
 
 
-@pytest.mark.parametrize("how", ["call", "compiled call", "spelled out", "inner phase"])
+@pytest.mark.parametrize("how", ["call", "compiled call", "another backend", "spelled out", "inner phase"])
 def test_a_phase_that_is_read_says_nothing_also_the_second_time(how: str) -> None:
     torch._dynamo.reset()
     with recorded(), warnings.catch_warnings():
@@ -54,6 +54,7 @@ def test_a_phase_that_is_read_says_nothing_also_the_second_time(how: str) -> Non
         calls = {
             "call": lambda: attend(policy="int8"),
             "compiled call": compiled[attend],
+            "another backend": torch.compile(attend, backend="aot_eager"),
             "spelled out": lambda: compiled[loop](*spelled()),
         }
         for prefix in (2, 1):  # the second one meets code that is compiled already
@@ -155,3 +156,6 @@ def test_a_recipe_is_read_from_the_folder_that_it_was_written_to(tmp_path: Path)
     recipe = lc.Recipe(rules=[("*", "int8-replay")])
     recipe.save(tmp_path)
     assert lc.Recipe.load(tmp_path) == recipe
+    for call in (lc.Recipe.load, recipe.save, lc.Recipe.from_pretrained, recipe.resolve):
+        with pytest.raises(LattnError, match=r"(path|site): got None"):
+            call(None)  # type: ignore[arg-type]

@@ -13,14 +13,16 @@ weights are other values of its inputs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lattn_compile import phase
-from lattn_compile.errors import SequenceError, ShapeError
+from lattn_compile.errors import DtypeError, LattnError, SequenceError, ShapeError
 from lattn_compile.phase import Lengths
 
 __all__ = ["all_prefix", "suffix_kl", "swapped"]
@@ -28,20 +30,39 @@ __all__ = ["all_prefix", "suffix_kl", "swapped"]
 
 @contextlib.contextmanager
 def swapped(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Inside, the two tensors of each pair have each other's values. In place: a compiled graph keeps its inputs."""
+    """Inside, the two tensors of each pair have each other's values. In place: a compiled graph keeps its inputs.
 
-    def swap() -> None:
+    Raises:
+        LattnError: no pairs of tensors. ShapeError, DtypeError: two that cannot hold each other's values bit for bit.
+            Nothing has been swapped then.
+    """
+    pairs = list(pairs) if isinstance(pairs, Iterable) else pairs
+    if not isinstance(pairs, list) or not all(_are_two_tensors(pair) for pair in pairs):
+        raise LattnError("pairs", got=repr(pairs)[:200], want="pairs of tensors", remedy="[(parameter, weight), ...].")
+    for i, (a, b) in enumerate(pairs):
+        if a.shape != b.shape:
+            remedy = "Pair each parameter with a weight of its own shape."
+            raise ShapeError(f"pairs[{i}]", got=f"{[*a.shape]} and {[*b.shape]}", want="one shape", remedy=remedy)
+        if a.dtype != b.dtype:
+            remedy = "Convert the weight first, weight.to(parameter.dtype): the narrower one would round the other."
+            raise DtypeError(f"pairs[{i}]", got=f"{a.dtype} and {b.dtype}", want="one dtype", remedy=remedy)
+
+    def swap(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         with torch.no_grad():
             for a, b in pairs:
                 kept = a.clone()
                 a.copy_(b)
                 b.copy_(kept)
 
-    swap()
+    swap(pairs)
     try:
         yield
     finally:
-        swap()
+        swap(reversed(pairs))  # a tensor may stand in several
+
+
+def _are_two_tensors(pair: Any) -> bool:
+    return isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(x, Tensor) for x in pair)
 
 
 def suffix_kl(
@@ -60,9 +81,15 @@ def suffix_kl(
     Returns:
         A scalar, 0 (with zero gradients) if there is no suffix token.
     Raises:
-        ShapeError: logits of two shapes. DtypeError, SequenceError: lengths that are not lengths, or of another number
-            of sequences.
+        LattnError: a temperature that is no number above 0. DtypeError, ShapeError: no logits, or logits of two shapes.
+            DtypeError, SequenceError: lengths that are not lengths, or of another number of sequences.
     """
+    for name, x in (("student", student), ("teacher", teacher)):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+            raise DtypeError(name, got=got, want="logits, a floating-point tensor", remedy="Pass outputs.logits.")
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0.0 < temperature < math.inf:
+        raise LattnError("temperature", got=repr(temperature), want="a number above 0", remedy="1.0 is usual.")
     if student.shape != teacher.shape or student.dim() != 3:
         raise ShapeError(
             "teacher",

@@ -21,20 +21,22 @@ from lattn_compile.attach import attached_recipe
 from lattn_compile.errors import LattnError
 from lattn_compile.functional import linear_attention
 from lattn_compile.passes.capture import capturing
-from lattn_compile.policy import Exact, Policy, Recipe
+from lattn_compile.policy import Exact, Policy, Recipe, resolve_recipe
 from lattn_compile.recurrence import classify
 
 __all__ = ["state_errors"]
 
 
-def state_errors(model: nn.Module, inputs: Mapping[str, Any], recipe: Recipe | None = None) -> dict[str, float]:
+def state_errors(
+    model: nn.Module, inputs: Mapping[str, Any], recipe: Recipe | Policy | Mapping[str, Any] | str | None = None
+) -> dict[str, float]:
     """Relative error of the final stored state of every quantized site, under the active `lc.training_phase`.
 
     Args:
         model: called as `model(**inputs)`, in eval mode and without gradients; a compiled one runs uncompiled. Its
             training flags, its gradients and the random generators are as before when this returns.
         inputs: a batch.
-        recipe: which policy each site has; default: the attached one.
+        recipe: which policy each site has, as `options={"policy": ...}` takes it; default: the attached one.
     Returns:
         `‖S_stored − S_exact‖ / ‖S_exact‖` (Frobenius, over the whole batch) by site id, in the order of the calls;
         both states come from the same inputs of the site, so that it is the error of that site alone. 0 where every
@@ -42,15 +44,19 @@ def state_errors(model: nn.Module, inputs: Mapping[str, Any], recipe: Recipe | N
         recipe leaves alone or exact are not in it, nor are recurrences that the model spells out, which only a compile
         finds.
     Raises:
-        LattnError: no recipe.
+        LattnError: no model, batch or recipe. RecipeError, PolicyError: not a valid recipe.
     """
-    recipe = attached_recipe(model) if recipe is None else recipe
-    if recipe is None:
+    if not isinstance(model, nn.Module):
+        raise LattnError("model", got=type(model).__name__, want="a module", remedy="Pass the model itself.")
+    if not isinstance(inputs, Mapping):
+        raise LattnError("inputs", got=type(inputs).__name__, want="a batch", remedy='{"input_ids": ids}.')
+    given = attached_recipe(model) if recipe is None else resolve_recipe(recipe, "recipe")
+    if given is None:
         raise LattnError(
             "recipe", got="none, and none is attached to the model", want="a Recipe", remedy="Call lc.attach first."
         )
     model = getattr(model, "_orig_mod", model)
-    probe = _Probe(recipe)
+    probe = _Probe(given)
     with (
         _untouched(model),
         torch.compiler.set_stance("force_eager"),

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from lattn_compile import phase
 from lattn_compile.errors import DtypeError, PolicyError
 from lattn_compile.formats import Format, parse
 from lattn_compile.formats.quantizer import Quantizer
@@ -136,6 +137,8 @@ class OpOptions:
             UnsupportedError: a kernel that this release does not have.
         """
         geometry = check_call(t)
+        if t.prefix_lengths is not None:
+            phase.note_read()
         check_words(self, self.WRITES)
         name, tokens, least, most = self.interval()
         if tokens < least or (most is not None and tokens > most):

@@ -99,7 +99,7 @@ class Raw(NamedTuple):
                 )
 
     def made(self, g: Tensor | None, beta: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The log-decay and the strength, in float32; what is not raw as it is."""
+        """The log decay and the strength, in float32; what is not raw as it is."""
         if self.raw_gate and g is not None:
             if self.lower_bound is not None:
                 g = lower_bound_gate(g, self.a_log, self.lower_bound, self.dt_bias)

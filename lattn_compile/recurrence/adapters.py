@@ -35,7 +35,7 @@ def fla(parameters: str, *, decay: str = "g", constant_decay: Callable[[Tensor],
     Args:
         parameters: names of the function's first parameters, which may be given by position, in order; the others
             are passed by name.
-        decay: the parameter that is the log-decay; another one that is set refuses the call.
+        decay: the parameter that is the log decay; another one that is set refuses the call.
         constant_decay: for functions whose decay is not an argument, what it is, as `[B, T, H]` of `q`.
     """
     names = parameters.split()

@@ -23,7 +23,7 @@ def softplus_gate(g_raw: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -
         A_log: `HV` elements, any shape (KDA checkpoints store `[1, 1, HV, 1]`).
         dt_bias: `HV` elements per head, `HV·K` per channel.
     Returns:
-        Log-decay, float32, the shape of `g_raw`, `<= 0`.
+        Log decay, float32, the shape of `g_raw`, `<= 0`.
     """
     x = _biased(g_raw, A_log, dt_bias)
     return -_per_head(A_log, x).exp() * F.softplus(x)
@@ -45,7 +45,7 @@ def write_strength(beta_raw: Tensor, *, allow_neg_eigval: bool = False) -> Tenso
 
 
 def retention_decay(q: Tensor) -> Tensor:
-    """RetNet's constant log-decay `ln(1 − 2^(−5−h))` of head h, as `[B, T, H]` float32 for `q [B, T, H, K]`."""
+    """RetNet's constant log decay `ln(1 − 2^(−5−h))` of head h, as `[B, T, H]` float32 for `q [B, T, H, K]`."""
     heads = torch.arange(q.shape[2], dtype=torch.float32, device=q.device)
     return (1 - 2.0 ** (-5.0 - heads)).log().expand(q.shape[0], q.shape[1], q.shape[2])
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import lattn_compile as lc
-from lattn_compile.errors import SequenceError
+from lattn_compile.errors import LattnError, SequenceError
 from lattn_compile.integrations.distill import all_prefix, suffix_kl, swapped
 from lattn_compile.testing.backend import Record, recorded
 from tests import tiny_models
@@ -209,3 +209,32 @@ def test_an_exact_policy_distills_nothing_and_a_quantized_one_does(graphs: Recor
         model = _model("qwen3_next", policy)
         gradient = _qad(model, _compiled(model), 0, [])
         assert (gradient.abs().max().item() < 1e-7) == silent
+
+
+@pytest.mark.parametrize("other", [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, 3), torch.zeros(1), None])
+def test_weights_that_cannot_hold_each_others_bits_are_not_swapped(other: Any) -> None:
+    first, second = (torch.randn(3, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+    pairs, before = [(first, second), (first, other)], first.clone()
+    with pytest.raises(LattnError, match=r"pairs(\[1\])?: got"), swapped(pairs):
+        pass
+    assert torch.equal(first, before), "nothing was swapped and nothing rounded"
+
+
+def test_a_tensor_in_several_pairs_gets_its_own_values_back() -> None:
+    tensors = [torch.full((2,), float(i)) for i in range(3)]
+    with swapped([(tensors[0], tensors[1]), (tensors[0], tensors[2])]):
+        assert tensors[0][0] == 2.0
+    assert [float(x[0]) for x in tensors] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, -1.0, float("nan"), float("inf"), "1", None, True])
+def test_a_temperature_is_a_number_above_zero(temperature: Any) -> None:
+    logits = torch.randn(1, 3, 5)
+    with pytest.raises(LattnError, match="temperature: got"):
+        suffix_kl(logits, logits, 1, temperature=temperature)
+
+
+@pytest.mark.parametrize("teacher", [None, torch.zeros(1, 3, 5, dtype=torch.long)])
+def test_logits_are_floating_point(teacher: Any) -> None:
+    with pytest.raises(LattnError, match="teacher: got"):
+        suffix_kl(torch.randn(1, 3, 5), teacher, 1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lattn_compile as lc
+from lattn_compile.errors import LattnError
 from lattn_compile.integrations.state_error import state_errors
 from lattn_compile.testing.backend import recorded
 from lattn_compile.testing.oracle import oracle
@@ -132,3 +133,18 @@ def test_an_error_on_the_way_leaves_nothing_behind() -> None:
         state_errors(model, {"x": torch.randn(1, 12, 9)})
     assert model.training and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert list(state_errors(model, {"x": torch.randn(1, 12, 8)})) == ["/delta#0", "/delta#1"]
+
+
+def test_a_recipe_may_be_whatever_a_policy_option_may_be_and_mistakes_are_named() -> None:
+    model, _ = tiny_models.build("qwen3_next", layers=2)
+    batch = {"input_ids": torch.arange(5, 13)[None], "use_cache": False}
+    with lc.training_phase(3):
+        by_name = state_errors(model, batch, "int8")
+        assert by_name == state_errors(model, batch, lc.Recipe(rules=[("*", "int8")])) and by_name
+    for name, arguments in {
+        "recipe": (model, batch, "int9"),
+        "inputs": (model, batch["input_ids"], "int8"),
+        "model": (None, batch, "int8"),
+    }.items():
+        with pytest.raises(LattnError, match=f"{name}: got"):
+            state_errors(*arguments)  # type: ignore[arg-type]
