@@ -64,9 +64,6 @@ _PROVEN_REPLAY_WINDOWS = {torch.float32: 64, torch.bfloat16: 32}
 
 _PROVEN_CHUNK_INPUTS = (torch.float32, torch.float16, torch.bfloat16)
 _PROVEN_PREFILL_INPUTS = (torch.float32, torch.bfloat16)
-_PROVEN_PREFILL_CHANNELS = 128
-"""Of K and V, under a decay by channel; there also the delta rule only, with one format at kk and qk."""
-
 _PROVEN_PACKED_INPUTS = (torch.float32, torch.bfloat16)
 _PROVEN_PACKED = frozenset({"", "fp32", "bf16", "fp16", "int8", "fp8_e4m3", "nvfp4"})
 _PROVEN_RINGS = frozenset({"bf16", "int8", "fp8_e4m3"})
@@ -87,8 +84,7 @@ class Work:
     """What a kernel's `supports` is asked about: `dtype` is the arithmetic's, `quantize` None where it is exact.
 
     `factors`, `window`: of the replay form; no other has any. `inputs`: the dtype of q, k and v. `growth`: whether
-    decays may be greater than 1. `rule`, `by_channel`: the recurrence's, and whether its decay is by channel; a prefill
-    asks for them.
+    decays may be greater than 1.
     """
 
     device: torch.device
@@ -100,8 +96,6 @@ class Work:
     window: int = 0
     inputs: torch.dtype = torch.float32
     growth: bool = False
-    rule: str = "delta"
-    by_channel: bool = False
 
 
 @functools.cache
@@ -233,7 +227,7 @@ def choose_prefill(implementation: str, work: Work, wanted: Prefill) -> str:
     """
     if implementation == "reference":
         return "reference"
-    if implementation == "auto" and not _is_proven_prefill(work, wanted):
+    if implementation == "auto" and not _is_proven_prefill(work):
         return "reference"
     why = prefill_objection(work, wanted)
     if why is None:
@@ -243,14 +237,10 @@ def choose_prefill(implementation: str, work: Work, wanted: Prefill) -> str:
     raise _refused(why)
 
 
-def _is_proven_prefill(work: Work, wanted: Prefill) -> bool:
+def _is_proven_prefill(work: Work) -> bool:
     if "prefill" not in PROVEN or work.device.type != "cuda" or torch.version.hip is not None:
         return False
-    known = work.inputs in _PROVEN_PREFILL_INPUTS
-    if work.by_channel:
-        known = known and work.rule == "delta" and wanted.formats.get("kk") == wanted.formats.get("qk")
-        known = known and work.key_dim == work.value_dim == _PROVEN_PREFILL_CHANNELS
-    return known
+    return work.inputs in _PROVEN_PREFILL_INPUTS
 
 
 def prefill(implementation: str, work: Work, wanted: Prefill) -> ModuleType:

@@ -163,8 +163,6 @@ class OpOptions:
             quantize,
             inputs=t.q.dtype,
             growth=self.growth,
-            rule=self.rule,
-            by_channel=t.g is not None and t.g.dim() == t.v.dim(),
         )
         if self.implementation == "triton":
             if geometry.dtype is torch.float64:

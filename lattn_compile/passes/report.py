@@ -97,7 +97,7 @@ def _kernel(site: SiteNode, form: str) -> str | None:
     """What will run the op, as far as its shapes are known."""
     if form.endswith("_device"):
         return "triton"
-    q, v, g = (value_of(site.arguments.get(name)) for name in ("q", "v", "g"))
+    q, v = (value_of(site.arguments.get(name)) for name in ("q", "v"))
     policy = site.policy
     if q is None or v is None or policy is None:
         return None
@@ -115,8 +115,6 @@ def _kernel(site: SiteNode, form: str) -> str | None:
         work = dataclasses.replace(work, factors=given.get("factors"), window=given["window"])
     implementation = str(given.get("implementation", "auto"))
     if site.all_prefix and policy.prefill is not None:
-        by_channel = g is not None and g.dim() == v.dim()
-        work = dataclasses.replace(work, rule=str(given.get("rule", "delta")), by_channel=by_channel)
         return dispatch.choose_prefill(implementation, work, policy.prefill)
     return dispatch.choose(form, implementation, work)
 

@@ -47,9 +47,9 @@ def test_the_chunk_form_is_taken_for_what_was_proven() -> None:
 
 
 def test_a_rounded_prefill_is_taken_for_what_was_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, mixed = Prefill({"kk": "int8", "qk": "int8"}), Prefill({"kk": "int8"})
+    wanted = Prefill({"kk": "int8", "qs": "nvfp4"})
 
-    def chosen(implementation: str = "auto", wanted: Prefill = mixed, **work: Any) -> str:
+    def chosen(implementation: str = "auto", **work: Any) -> str:
         return choose_prefill(implementation, dataclasses.replace(CUDA, **work), wanted)
 
     for inputs in (torch.float32, torch.bfloat16):
@@ -59,11 +59,6 @@ def test_a_rounded_prefill_is_taken_for_what_was_proven(monkeypatch: pytest.Monk
     assert chosen(device=torch.device("cpu")) == "reference" and chosen(growth=True) == "reference"
     with pytest.raises(UnsupportedError, match="growth"):
         chosen("triton", growth=True)
-    # Under a decay by channel the delta rule, with one format for pairs of tokens and K = V = 128.
-    square = {"by_channel": True, "key_dim": 128, "value_dim": 128}
-    assert chosen(wanted=one, **square) == "triton" and chosen(rule="additive") == "triton"
-    assert chosen(**square) == chosen(wanted=one, **square, rule="additive") == "reference"
-    assert chosen(wanted=one, **square | {"value_dim": 64}) == "reference" and chosen(value_dim=256) == "triton"
-    assert chosen("triton", by_channel=True, key_dim=256) == "triton"
+    assert chosen(key_dim=7, value_dim=5) == chosen(value_dim=256) == "triton"
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert chosen() == "reference" and chosen("triton") == "triton"
