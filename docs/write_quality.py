@@ -170,7 +170,7 @@ def answer_speed(r: Results) -> str:
                 cells += ["refused" if "refused" in x else "-", ""]
                 continue
             same = x["commit"] == exact[batch]["commit"]  # the same run: another machine's load is no speed
-            times = f", {exact[batch]['ms'] / x['ms']:.2f} x" if same else " (earlier run)"
+            times = f", {exact[batch]['ms'] / x['ms']:.2f} x" if same else " (another run)"
             cells += [f"{x['ms']:.2f} ms{times}", f"{x['peak_gb']:.2f}"]
         if not any(cell not in ("", "-") for cell in cells):
             continue
