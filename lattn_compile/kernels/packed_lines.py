@@ -25,7 +25,6 @@ from triton.experimental.gluon import language as gl
 from lattn_compile.kernels.common.inputs import exp
 from lattn_compile.kernels.common.packed_gates import decay_of, strength_of
 from lattn_compile.kernels.common.packed_rows import begin, has_state, slot_of, tokens_of
-from lattn_compile.kernels.packed_fetch import likely_slot
 from lattn_compile.kernels.packed_flush import cursor_of, leave
 from lattn_compile.kernels.packed_lines_end import end_anchor, end_codes
 from lattn_compile.kernels.packed_lines_parts import (
@@ -34,7 +33,6 @@ from lattn_compile.kernels.packed_lines_parts import (
     WARPS,
     axes,
     barrier,
-    bring,
     fence,
     load_rows,
     one,
@@ -113,7 +111,6 @@ _FP8 = gl.constexpr(
 )
 _CONSTRAINTS = gl.constexpr("=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,r,r,r,r,r,f,f,f,f,f,f,f,f")
 _AHEAD = gl.constexpr(2)  # how many times four rows are on their way before they are needed
-_AT_A_TIME = gl.constexpr(264)  # programs of a large GPU, two on each of 132 multiprocessors
 _EIGHT = gl.constexpr((gl.float32,) * 8)
 
 
@@ -171,20 +168,6 @@ def _total(x):
     return gl.sum(gl.sum(gl.sum(x, 3), 2), 1)
 
 
-@gluon.jit
-def _bring_heads(p_state, p_steps, state, HEADS: gl.constexpr, TWO: gl.constexpr):
-    """Has what warps ask for first of HEADS heads, from number `state` of the pool's on, brought to the L2 cache: a
-    quarter of their codes, and scales."""
-    LINES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    line = gl.arange(0, HEADS * 32, LINES)
-    row = line // 32 * KEY + line % 32 // 8 * 32 + line % 8
-    bring(p_state + state * (KEY * VALUE) + row * VALUE)
-    if TWO:
-        bring(p_steps + state * VALUE + gl.arange(0, HEADS * 4, LINES) * 32)
-    else:
-        bring(p_steps + state * (VALUE // 64))
-
-
 @gluon.jit(do_not_specialize=["tokens", "sequences", "slots", "padding"])
 def step(
     q, k, v, g, beta, codes, scales, read_codes, read_scales, ring_k, ring_u, ring_g, ring_v, ring_beta, cursor,
@@ -204,6 +187,8 @@ def step(
 
     Grid: (HV / HEADS * N,).
     """
+    if PDL:
+        begin()
     BETA: gl.constexpr = beta is not None
     RATIO: gl.constexpr = HV // H
     PROGRAMS: gl.constexpr = HV // HEADS
@@ -216,16 +201,6 @@ def step(
     TALL: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LC)))
     i = gl.program_id(0)
     i_seq, i_part = i // PROGRAMS, i % PROGRAMS
-    p_state = read_codes if TWO else codes
-    p_steps = read_scales if TWO else scales
-    following = i + _AT_A_TIME
-    next_slot = i_seq.to(gl.int64)
-    if PDL:
-        if SINGLE:
-            # The kernel before may still write what is read here: a wrong head in the cache then, and no harm.
-            _bring_heads(p_state, p_steps, likely_slot(i_seq, indices, slots) * HV + i_part * HEADS, HEADS, TWO)
-            next_slot = likely_slot(gl.minimum(following // PROGRAMS, sequences - 1), indices, slots)
-        begin()
     first, count, rows = tokens_of(i_seq, ends, lengths, tokens, sequences)
     slot, live, wrong = slot_of(i_seq, indices, padding, slots)
     has = has_state(i_seq, fresh)
@@ -245,6 +220,8 @@ def step(
     if used == 0:
         return
 
+    p_state = read_codes if TWO else codes
+    p_steps = read_scales if TWO else scales
     at = cursor_of(gl.load(cursor + slot))
     known = has & (at >= 0)
     c = gl.where(known, at, 0)
@@ -300,11 +277,6 @@ def step(
                 (words[4 * chunk], words[4 * chunk + 1], words[4 * chunk + 2], words[4 * chunk + 3]),
                 (x[2 * chunk], x[2 * chunk + 1]), acc, FORMAT,
             )  # fmt: skip
-        if PDL and SINGLE:
-            more = following < sequences * PROGRAMS
-            if more & stays:
-                # While this program asks for little, what the next one in its place begins with.
-                _bring_heads(p_state, p_steps, next_slot * HV + following % PROGRAMS * HEADS, HEADS, TWO)
         y = gl.join(gl.join(acc[0] + acc[1], acc[4] + acc[5]), gl.join(acc[2] + acc[3], acc[6] + acc[7]))
         y = gl.convert_layout(gl.reshape(y, [WARPS, 4, 8, 4 * J]), LV, assert_trivial=True)
         if TWO:

@@ -547,8 +547,8 @@ def end_anchor(
             w_2, t_2, g_2, n_2 = axes(L1, 1)
             bits_0 = gl.max(bits_0, 1)[:, None, :, :]
             bits_1 = gl.max(bits_1, 1)[:, None, :, :]
-            step_0, inverse_0, zero_0 = scales_of(bits_0, FP8_LARGEST, True)
-            step_1, inverse_1, zero_1 = scales_of(bits_1, FP8_LARGEST, True)
+            step_0, inverse_0, zero_0 = scales_of(bits_0, FP8_LARGEST)
+            step_1, inverse_1, zero_1 = scales_of(bits_1, FP8_LARGEST)
             p_column = 16 * w_2 + 2 * g_2 + n_2
             gl.store(read_scales + row * VALUE + p_column, step_0)
             gl.store(read_scales + row * VALUE + p_column + 1, step_1)
