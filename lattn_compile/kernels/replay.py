@@ -13,9 +13,7 @@ and the backward, which first walks once without reading to find the state befor
     relate, prepare, walk    again, keeping each window's state and errors
     retreat                  the gradient of the state from window to window           replay_retreat.py
     settle, contract         sums over value columns, all windows at once              replay_gradients.py
-    deliver, tally           weights and norms undone, summed over the value heads of a key head
-
-of which the last line, where there are several stretches, runs beside the first two of the next one.
+    deliver                  weights and norms undone, summed over the value heads of a key head
 
 `walk` computes the same bits in all of these, so the states that gradients are taken at are those of the forward. No
 atomics: every gradient is summed in one order. A ring is runs of the same kernels (`replay_ring.py`).
@@ -23,7 +21,6 @@ atomics: every gradient is summed in one order. A ring is runs of the same kerne
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -43,7 +40,7 @@ from lattn_compile.kernels.replay_ring import (
     through_backward,
     written,
 )
-from lattn_compile.kernels.replay_run import GRADS, Beside, Run, States, Stretch, padded, prepared, tiles
+from lattn_compile.kernels.replay_run import GRADS, Run, States, Stretch, padded, tiles
 from lattn_compile.ring import Ring
 
 __all__ = ["backward", "forward", "supports"]
@@ -161,9 +158,10 @@ def forward(
         run = _run(_tokens(q, k, v, g, beta), (starts, lengths, cursor), read, rule=rule, window=window, **options)
         record = run.new(run.sequences, window - 1, run.value_heads, run.value_dim) if keep else None
         if run.count and anchor.numel():
-            start = _entering(anchor, read, ring, cursor, rule)
+            start, work = _entering(anchor, read, ring, cursor, rule), Stretch(run)
             source, target = (run.between(read is not None) for _ in range(2))
-            for first, work in prepared(run):
+            for first in run.stretches(work.slots):
+                work.prepare(first)
                 work.walk(first, start, source, target, anchors=anchors, o=o, record=record)
                 source, target = target, source
         if record is None:
@@ -241,19 +239,12 @@ def _backward(
     into = _targets(run, grads)
     sources = before_stretches(run, start)
     work = Stretch(run, backward=True)
-    firsts = run.stretches(work.slots)
-    several = len(firsts) > 1 and run.tokens.q.is_cuda
-    # Walks are a program for some columns of a head: beside them is room for the gradients of the stretch before.
-    other, beside, room = work.twin() if several else work, Beside(run.tokens.q.device, several), run.between(False)
     given_anchor = None if grad_anchor is None else grad_anchor.contiguous()
-    for first in reversed(firsts):
+    for first in reversed(run.stretches(work.slots)):
         work.prepare(first)
-        work.walk(first, start, run.restored(sources.pop(), room), None, o=grad_o, keep=True)
-        beside.join()
+        work.walk(first, start, sources.pop(), None, o=grad_o, keep=True)
         work.retreat(first, grad_o, given_anchor, None if drecord is None else drecord[1], dstates, dcopies)
-        beside.launch(functools.partial(work.deliver, first, grad_o, drecord, into))
-        work, other = other, work
-    beside.join()
+        work.deliver(first, grad_o, drecord, into)
     if grad_ring is not None:
         spread_(into, run, window, {"dg": grad_ring.g, "dv": grad_ring.v, "dbeta": grad_ring.beta})
     for name, total in grads.items():

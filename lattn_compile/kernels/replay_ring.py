@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lattn_compile.kernels.reference.records import handed_on
 from lattn_compile.kernels.reference.span import Tokens
-from lattn_compile.kernels.replay_run import GRADS, Run, Saved, States, Stretch, prepared
+from lattn_compile.kernels.replay_run import GRADS, Run, States, Stretch
 from lattn_compile.ring import Ring
 
 __all__ = ["before_stretches", "left", "pending", "recomputed", "spread_", "through", "through_backward", "written"]
@@ -58,28 +58,28 @@ def through_backward(run: Run, states: Tensor, dstates: Tensor) -> dict[str, Ten
     into = {name: torch.zeros_like(x) for name, x in zip(GRADS, run.tokens, strict=True) if x is not None}
     start = States(states.contiguous())
     sources = before_stretches(run, start)
-    work, room = Stretch(run, backward=True), run.between(False)
+    work = Stretch(run, backward=True)
     for first in reversed(run.stretches(work.slots)):
         work.prepare(first)
-        work.walk(first, start, run.restored(sources.pop(), room), None, keep=True)
+        work.walk(first, start, sources.pop(), None, keep=True)
         work.retreat(first, None, None, None, dstates, None)
         work.deliver(first, None, None, into)
     return into
 
 
-def before_stretches(run: Run, start: States) -> list[Saved | States]:
-    """The states that are found by each stretch of a backward, as `Run.restored` takes them; any for the first."""
+def before_stretches(run: Run, start: States) -> list[States]:
+    """The states that are found by each stretch of a backward."""
     inner = run.slots(backward=True)
     last = run.stretches(inner)[-1]
-    source, target = run.between(start.copies is not None), States(None)
-    sources: list[Saved | States] = [source]
-    for first, work in prepared(run, multiple=inner, last=last):
+    sources = [run.between(start.copies is not None)]
+    if last == 0:
+        return sources
+    work = Stretch(run, multiple=inner)
+    for first in range(0, last, work.slots):
+        work.prepare(first)
         for at in range(first, min(first + work.slots, last), inner):
-            target = run.between(start.copies is not None) if target.states is None else target
-            work.walk(first, start, source, target, at=at, span=inner)
-            sources.append(run.saved(target))
-            # What was packed leaves its room to others; the first one's is never read.
-            source, target = target, source if isinstance(sources[-1], Saved) else States(None)
+            sources.append(run.between(start.copies is not None))
+            work.walk(first, start, sources[-2], sources[-1], at=at, span=inner)
     return sources
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +19,10 @@ from lattn_compile.kernels.replay_launch import launch
 from lattn_compile.kernels.replay_prepare import prepare, relate
 from lattn_compile.kernels.replay_prepare import tiles as operand_tiles
 from lattn_compile.kernels.replay_retreat import retreat
-from lattn_compile.kernels.replay_saved import pack, unpack
 from lattn_compile.kernels.replay_walk import walk
 from lattn_compile.kernels.replay_windows import Windows, windows
 
-__all__ = ["GRADS", "Beside", "Run", "Saved", "States", "Stretch", "padded", "prepared", "tiles"]
+__all__ = ["GRADS", "Run", "States", "Stretch", "padded", "tiles"]
 
 GRADS = ("dq", "dk", "dv", "dg", "dbeta")
 
@@ -76,13 +73,6 @@ class States(NamedTuple):
 
     states: Tensor | None
     copies: Tensor | None = None
-
-
-class Saved(NamedTuple):
-    """States between two stretches of a backward, as codes, bf16 `[.., HV, K, V]`, and sizes, fp32 `[.., HV, V]`."""
-
-    codes: Tensor
-    sizes: Tensor
 
 
 class Run:
@@ -181,9 +171,7 @@ class Run:
         one = (self.tiles(backward=backward) * size * keys + self.parts * size * size) * item
         one += 4 * (2 * size * size + size * width + keys + 4 * size)
         if backward:
-            # Twice, what `Stretch.twin` has.
-            one += self.parts * size * size * item + 4 * (4 * size * size + keys + 4 * size)
-            states, errors = 3 + 2 * self.paired, 3 + 2 * self.paired + bool(self.factors) * 2
+            states, errors = 2 + self.paired, 2 + self.paired + bool(self.factors)
             one += 4 * (states * width * keys + errors * size * width + 3 * size * keys + 2 * size * size + keys)
         given = sum(x.nbytes for x in (*self.tokens, self.tokens.v) if x is not None)
         most = max(int(_SHARE * given), _SMALL) // (one * self.value_heads)
@@ -198,54 +186,17 @@ class Run:
         shape = (self.windows.together, self.value_heads, self.key_dim, self.value_dim)
         return States(self.new(*shape), self.new(*shape) if copies else None)
 
-    def saved(self, states: States) -> Saved | States:
-        """States that the next stretch goes on from, in as few bytes as there are; `states` themselves, or a copy."""
-        if self.paired or self.write["BLOCK_K"] != self.keys or states.states is None:
-            return states
-        found = Saved(self.new(*states.states.shape, dtype=torch.bfloat16), self.new(*self._columns(states.states)))
-        rounds = {name: self.write[name] for name in ("FORMAT", "BLOCK_V")}
-        self._packing(pack, states.states, found, **rounds)
-        return found
-
-    def restored(self, saved: Saved | States, room: States) -> States:
-        """What `saved` was made of, in `room` if it was packed."""
-        if isinstance(saved, States):
-            return saved
-        assert room.states is not None
-        self._packing(unpack, room.states, saved)
-        return room
-
-    def _columns(self, states: Tensor) -> tuple[int, ...]:
-        return (*states.shape[:2], states.shape[3])
-
-    def _packing(self, kernel: Any, states: Tensor, saved: Saved, **constants: Any) -> None:
-        programs = self.width // self.walk_columns * states.shape[0] * states.shape[1]
-        launched(kernel)[(programs,)](
-            states, *saved, K=self.key_dim, V=self.value_dim, BK=self.keys, BV=self.walk_columns, VP=self.width,
-            **constants, num_warps=_warps(self.walk_columns, self.keys),
-        )  # fmt: skip
-
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory for a workspace."""
         return self.tokens.q.new_empty(shape, dtype=dtype)
 
 
-_AHEAD = (
-    "system", "reads", "overlaps", "errors", "whole", "strengths", "weights", "owns", "written", "kept", "copies",
-    "anchored", "late",
-)  # fmt: skip
-"""Of a stretch, what `relate`, `prepare` and `walk` fill and `deliver` reads."""
-
-
 class Stretch:
     """The workspace of a stretch of a run, and what fills it."""
 
-    def __init__(self, run: Run, *, backward: bool = False, multiple: int = 1, share: int = 1) -> None:
-        """Takes the memory. multiple: of windows that there are, if there can be so many. share: workspaces beside each
-        other."""
+    def __init__(self, run: Run, *, backward: bool = False, multiple: int = 1) -> None:
+        """Takes the memory. multiple: of windows that there are, if there can be so many."""
         self.run, self.slots = run, run.slots(backward=backward)
-        if self.slots < run.windows.ranks:
-            self.slots = max(1, self.slots // share)
         self.slots = max(multiple, self.slots // multiple * multiple)
         slots, heads, size, keys, width, new = self.slots, run.value_heads, run.size, run.keys, run.width, run.new
         self.system = new(slots, heads, size, size, dtype=torch.float64) if run.inside["DELTA"] else None
@@ -280,15 +231,6 @@ class Stretch:
         self.of_record, self.dwhole = new(slots, heads, size), new(slots, heads, keys)
         if run.after:
             self.late = new(slots, heads, width // run.walk_columns, keys)
-
-    def twin(self) -> Stretch:
-        """Another one beside this, that shares what gradients are made in, and what only walks multiply with."""
-        other = copy.copy(self)
-        for name in _AHEAD:
-            mine = getattr(self, name)
-            if mine is not None:
-                setattr(other, name, self.run.new(*mine.shape, dtype=mine.dtype))
-        return other
 
     def prepare(self, first: int) -> None:
         """What the windows of ranks `first` on need besides the state."""
@@ -416,69 +358,6 @@ class Stretch:
             PART=run.inside["PART"], RECORD=drecord is not None, FACTORS=run.factors, num_warps=run.pair_warps,
             num_stages=1,
         )  # fmt: skip
-
-
-def prepared(run: Run, *, multiple: int = 1, last: int | None = None) -> Iterator[tuple[int, Stretch]]:
-    """The stretches of a run, prepared, with their first ranks, for a walk each; those that begin before rank `last`.
-
-    On a GPU one is prepared ahead, on a stream of its own: a walk is one program for some columns of a head, which
-    leaves half of the device idle. This stream waits for it, so that what it frees is free.
-    """
-    q = run.tokens.q
-    works = [Stretch(run, multiple=multiple, share=2)]
-    firsts = range(0, run.windows.ranks if last is None else last, works[0].slots)
-    if len(firsts) <= 1 or not q.is_cuda:
-        for first in firsts:
-            works[0].prepare(first)
-            yield first, works[0]
-        return
-    works.append(Stretch(run, multiple=multiple, share=2))
-    here, ahead = torch.cuda.current_stream(q.device), _stream(q.device)
-    ahead.wait_stream(here)
-    walked: list[torch.cuda.Event | None] = [None, None]
-
-    def begun(n: int) -> torch.cuda.Event:
-        with torch.cuda.stream(ahead):
-            if (event := walked[n % 2]) is not None:
-                ahead.wait_event(event)
-            works[n % 2].prepare(firsts[n])
-            return ahead.record_event()
-
-    ready = begun(0)
-    for n, first in enumerate(firsts):
-        here.wait_event(ready)
-        if n + 1 < len(firsts):
-            ready = begun(n + 1)
-        yield first, works[n % 2]
-        walked[n % 2] = here.record_event()
-
-
-class Beside:
-    """A stream beside the current one, for work that leaves what runs there alone; if not `active`, the same one."""
-
-    def __init__(self, device: torch.device, active: bool) -> None:
-        self._device, self._stream = device, _stream(device) if active else None
-        self._begun = False
-
-    def launch(self, work: Callable[[], None]) -> None:
-        """Begins `work` behind all that was launched here."""
-        if self._stream is None:
-            work()
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            work()
-        self._begun = True
-
-    def join(self) -> None:
-        """Lets what comes wait for all work that was begun."""
-        if self._stream is not None and self._begun:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def _warps(columns: int, keys: int) -> int:

@@ -139,10 +139,28 @@ def test_what_is_refused_is_refused_with_a_reason() -> None:
 def test_records_and_windows_are_part_of_what_is_asked() -> None:
     work = dispatch.Work(torch.device("cuda"), torch.float32, 128, 128, Quantizer(parse("int8")), None, 16)
     assert dispatch.choose("replay", "auto", work) == dispatch.choose("replay", "triton", work) == "triton"
-    for proven in ({"window": 64}, {"inputs": torch.bfloat16, "window": 32}, {"factors": "int8"}):
+    half: dict[str, Any] = {"inputs": torch.bfloat16}
+    for proven in (
+        half | {"window": 32},
+        half | {"quantize": Quantizer(parse("nvfp4"))},
+        half | {"quantize": Quantizer(parse("int8/*x16"))},
+        half | {"factors": "fp8_e4m3"},
+        {"factors": "int8"},
+        {"quantize": Quantizer(parse("fp8/128x1")), "paired": True},
+        {"quantize": None},
+    ):
         other = dataclasses.replace(work, **proven)  # type: ignore[arg-type]
         assert dispatch.choose("replay", "auto", other) == "triton"
-    for unproven in ({"inputs": torch.bfloat16, "window": 33}, {"inputs": torch.float16}):
+    for unproven in (
+        half | {"window": 33},
+        half | {"paired": True},
+        half | {"factors": "int8", "quantize": Quantizer(parse("nvfp4"))},
+        {"window": 17},
+        {"inputs": torch.float16},
+        {"key_dim": 64},
+        {"quantize": Quantizer(parse("nvfp4"))},
+        {"quantize": Quantizer(parse("int8/*x16"))},
+    ):
         other = dataclasses.replace(work, **unproven)  # type: ignore[arg-type]
         assert dispatch.choose("replay", "auto", other) == "reference"
         assert dispatch.choose("replay", "triton", other) == "triton"

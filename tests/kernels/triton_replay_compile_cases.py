@@ -54,8 +54,10 @@ def _within(built: dict[str, Built], stack: int, shared: int = 64 * 1024) -> Non
 def test_training_on_hopper_stays_in_registers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built = _compiled("sm_90", monkeypatch, kind=kind, only=() if kind == "gdn" or ALL else ("relate", "deliver"))
     # A walk spills where it starts from a state that is no codes, so once a sequence at most in these formats.
-    _within({name: kernel for name, kernel in built.items() if not name.startswith("deliver")}, stack=256)
-    _within(built, stack=512)
+    _within(
+        {name: kernel for name, kernel in built.items() if not name.startswith("deliver")}, stack=256, shared=96 * 1024
+    )
+    _within(built, stack=512, shared=96 * 1024)
     if kind == "gdn":
         walk = built["walk READ"]
         # A tile's maximum takes two exchanges; the rest are operands that arrive, and outputs turned for their rows.
