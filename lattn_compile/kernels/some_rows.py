@@ -26,7 +26,7 @@ __all__ = ["COLUMNS", "MOST_MATRICES", "MOST_ROWS", "forward", "multiply_some", 
 
 MOST_ROWS, MOST_MATRICES, COLUMNS = 64, 3, 128
 
-_FEW, _MANY = 4096, 12288
+_FEW, _MANY = 4096, 9216
 """Columns up to which a sum is cut, and beyond which products are a library's."""
 
 _UNITS = 132

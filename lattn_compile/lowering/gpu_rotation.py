@@ -130,7 +130,7 @@ def _turns(added: Any, normed: Any, turned: int, batch: int) -> tuple[fx.Node, f
 
 def _exchanged(node: Any, x: Any, turned: int) -> bool:
     """Whether it is `cat(-x[R / 2 :], x[: R / 2])`."""
-    if not _is(node, _aten.cat.default) or len(node.args[0]) != 2 or node.args[1] not in (-1, 3):
+    if not _is(node, _aten.cat.default) or len(node.args[0]) != 2 or tuple(node.args[1:]) not in ((-1,), (3,)):
         return False
     negative, first = node.args[0]
     half = turned // 2
@@ -148,6 +148,8 @@ def _norm(normed: Any, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node, float]
         return None
     for scaled, more in _either(cast.args[0], _aten.mul.Tensor):
         if not _is(more, _aten.add.Tensor) or more.args[1] != 1 or not isinstance(more.args[0], fx.Node):
+            continue
+        if _value(more).dtype is not torch.float32:  # rounded to the type of the weights
             continue
         weight = _uncast(more.args[0])
         value = _value(weight)

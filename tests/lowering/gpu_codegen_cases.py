@@ -396,10 +396,12 @@ def _turning(x: Tensor, state: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, *o
     def turned(y: Tensor, weight: Tensor) -> Tensor:
         wide = y.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        y = (wide * (weight.float() if how == "weights alone" else 1.0 + weight.float())).type_as(y).transpose(1, 2)
+        scale = weight.float() if how == "weights alone" else 1.0 + (weight if how == "one in bf16" else weight.float())
+        y = (wide * scale).type_as(y).transpose(1, 2)
         part, rest = y[..., :32], y[..., 32:]
         low, high = part[..., :16], part[..., 16:]
         turns = torch.cat([high, -low] if how == "the other way" else [-high, low], -1)
+        turns = torch.cat([part[:3], part[3:]]) if how == "sequences joined" else turns
         part = part * cos.unsqueeze(1) + turns * sin.unsqueeze(1)
         return torch.cat([rest, part] if how == "behind the rest" else [part, rest], -1)
 
@@ -407,10 +409,10 @@ def _turning(x: Tensor, state: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, *o
     return o, turned(query[..., :128], own[2]), turned(keys, own[3])
 
 
-@pytest.mark.parametrize(
-    ("rows", "how"),
-    [(8, ""), (64, ""), (8, "weights alone"), (8, "the other way"), (8, "behind the rest")],
-)
+_OTHERWISE = ("weights alone", "one in bf16", "the other way", "sequences joined", "behind the rest")
+
+
+@pytest.mark.parametrize(("rows", "how"), [(8, ""), (64, ""), *((8, how) for how in _OTHERWISE)])
 def test_norm_and_rotation_of_queries_and_keys_are_one_launch(rows: int, how: str) -> None:
     """Spelled as said, and otherwise not."""
     new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
