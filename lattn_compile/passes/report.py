@@ -112,7 +112,8 @@ def _kernel(site: SiteNode, form: str) -> str | None:
     growth = bool(given.get("growth", False))
     work = dispatch.Work(q.device, dtype, K, V, quantize, inputs=q.dtype, growth=growth)
     if form == "replay" and "window" in given:
-        work = dataclasses.replace(work, factors=given.get("factors"), window=given["window"])
+        paired = given.get("write") == "two_precision"
+        work = dataclasses.replace(work, factors=given.get("factors"), window=given["window"], paired=paired)
     implementation = str(given.get("implementation", "auto"))
     if site.all_prefix and policy.prefill is not None:
         return dispatch.choose_prefill(implementation, work, policy.prefill)
