@@ -99,6 +99,13 @@ def inspect(
     refused: list[Refused] = []
     if isinstance(target, (str, os.PathLike)):
         target = load_program(target)
+    elif isinstance(target, torch.jit.ScriptModule):
+        raise LattnError(
+            "target",
+            got=f"{type(target).__name__}, a module of TorchScript",
+            want="an nn.Module of Python, a GraphModule or an ExportedProgram",
+            remedy="Pass the module that was scripted or traced.",
+        )
     elif isinstance(target, nn.Module) and not isinstance(target, fx.GraphModule):
         args, kwargs = _call_of(target, args, kwargs)
         with capturing() as refused:

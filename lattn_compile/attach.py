@@ -82,6 +82,13 @@ def _check_module(model: object) -> None:
         raise LattnError(
             "model", got=type(model).__name__, want="an nn.Module", remedy="Attach to the model, before compiling it."
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise LattnError(
+            "model",
+            got=f"{type(model).__name__}, a module of TorchScript",
+            want="a module of Python, which torch.compile traces",
+            remedy="Attach to the module that was scripted or traced.",
+        )
 
 
 def detach(model: nn.Module) -> nn.Module:

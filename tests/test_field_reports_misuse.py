@@ -159,3 +159,13 @@ def test_a_recipe_is_read_from_the_folder_that_it_was_written_to(tmp_path: Path)
     for call in (lc.Recipe.load, recipe.save, lc.Recipe.from_pretrained, recipe.resolve):
         with pytest.raises(LattnError, match=r"(path|site): got None"):
             call(None)  # type: ignore[arg-type]
+
+
+def test_a_module_of_torchscript_is_refused_by_name() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        module = torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2))
+    with pytest.raises(LattnError, match=r"model: got .*TorchScript"):
+        lc.attach(module, "int8")
+    with pytest.raises(LattnError, match="target: got"):
+        lc.inspect(module, (torch.zeros(1, 2),))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lattn_compile.errors import UnsupportedError
+from lattn_compile.formats import TiledFormat
 from lattn_compile.formats.quantizer import Quantizer
 from lattn_compile.modes import Prefill
 
@@ -58,8 +59,14 @@ for `PACKED` and `PREFILL`."""
 
 _PROVEN_WINDOW = 16
 """Of packed rows."""
-_PROVEN_REPLAY_WINDOWS = {torch.float32: 64, torch.bfloat16: 32}
-"""Of inputs. In longer windows of bf16 inputs, one key repeated with beta 1.9 leaves float32 gates' gradients off by
+_PROVEN_REPLAY_WINDOWS = {torch.float32: 16, torch.bfloat16: 32}
+_PROVEN_REPLAY_CHANNELS = 128
+_PROVEN_REPLAY = frozenset({"", "fp32", "int8", "fp8_e4m3"})
+_PROVEN_REPLAY_ROUNDED = frozenset({"bf16", "fp16", "nvfp4"})
+_PROVEN_REPLAY_TILES = frozenset({(None, 64), (128, 1)})
+"""What of replay was seen to (docs/kernels.md), by inputs: windows; K and V; formats, the second ones from bf16 inputs
+and with records as they are; tiles `block_k x block_v` from float32 inputs, from bf16 ones any. Two precisions: float32
+inputs. In a window of 64 tokens of bf16 inputs, one key repeated with beta 1.9 leaves float32 gates' gradients off by
 2.6e-5."""
 
 _PROVEN_CHUNK_INPUTS = (torch.float32, torch.float16, torch.bfloat16)
@@ -83,8 +90,8 @@ _GROWS = (
 class Work:
     """What a kernel's `supports` is asked about: `dtype` is the arithmetic's, `quantize` None where it is exact.
 
-    `factors`, `window`: of the replay form; no other has any. `inputs`: the dtype of q, k and v. `growth`: whether
-    decays may be greater than 1.
+    `factors`, `window`, `paired` (two precisions): of the replay form; no other has any. `inputs`: the dtype of q, k
+    and v. `growth`: whether decays may be greater than 1.
     """
 
     device: torch.device
@@ -96,6 +103,7 @@ class Work:
     window: int = 0
     inputs: torch.dtype = torch.float32
     growth: bool = False
+    paired: bool = False
 
 
 @functools.cache
@@ -135,7 +143,7 @@ def choose(form: str, implementation: str, work: Work) -> str:
         # Off CUDA nothing has to be imported to know the answer.
         proven = form in PROVEN and work.device.type == "cuda"
         if form == "replay":
-            proven = proven and work.window <= _PROVEN_REPLAY_WINDOWS.get(work.inputs, 0)
+            proven = proven and _is_proven_replay(work)
         if form == "chunk":
             proven = proven and torch.version.hip is None and work.inputs in _PROVEN_CHUNK_INPUTS
         return "triton" if proven and objection(form, work) is None else "reference"
@@ -143,6 +151,19 @@ def choose(form: str, implementation: str, work: Work) -> str:
     if why is not None:
         raise _refused(why)
     return "triton"
+
+
+def _is_proven_replay(work: Work) -> bool:
+    """Whether such windows were held to semantics §8 on a GPU."""
+    half, fmt = work.inputs is torch.bfloat16, None if work.quantize is None else work.quantize.fmt
+    known = _PROVEN_REPLAY | (_PROVEN_REPLAY_ROUNDED if half and work.factors is None else frozenset())
+    if half and work.paired:
+        return False
+    if work.window > _PROVEN_REPLAY_WINDOWS.get(work.inputs, 0) or ("" if fmt is None else fmt.name) not in known:
+        return False
+    if isinstance(fmt, TiledFormat) and not half and (fmt.block_k, fmt.block_v) not in _PROVEN_REPLAY_TILES:
+        return False
+    return work.key_dim == work.value_dim == _PROVEN_REPLAY_CHANNELS
 
 
 def _refused(why: str) -> UnsupportedError:

@@ -144,7 +144,8 @@ class ReplayOptions(OpOptions):
                 raise PolicyError(
                     name, got=repr(word), want=" or ".join(map(repr, known)), remedy="Choose one of these."
                 )
-        options = replace(options, work=replace(options.work, factors=self.factors, window=self.window))
+        work = replace(options.work, factors=self.factors, window=self.window, paired=self.two_precision)
+        options = replace(options, work=work)
         if options.implementation == "triton":
             dispatch.choose("decode" if self.is_token_mode else "replay", "triton", options.work)
         if self.two_precision and (self.readout != "before_write" or self.factors is not None or self.feedback):

@@ -79,8 +79,17 @@ class _Book:
         self.staged: dict[int, tuple[dict[str, Tensor], int]] = {}
         self.in_use = False
 
-    def check(self, state_indices: Tensor, padding_slot: int) -> None:
+    def check(self, state_indices: Tensor | None, padding_slot: int) -> None:
         if not self.in_use:
+            return
+        if state_indices is None:
+            if self.staged:
+                raise StateError(
+                    "state_indices",
+                    got=f"none, which are all slots, while what was staged in {sorted(self.staged)} waits",
+                    want="the indices that pool.indices(slots) returned after stage()",
+                    remedy="Call pool.indices before the step: it stores what was staged.",
+                )
             return
         for slot in state_indices.flatten().tolist():
             if slot in self.staged:
@@ -351,16 +360,17 @@ class StatePool:
         """`target` goes on from where `source` is: a shared prefix, a beam. It keeps its own name in random rounding.
 
         Raises:
-            StateError: no live slots.
+            StateError: no live slots, or drafts wait to be accepted.
         """
         self._live(source, target)
+        at = torch.tensor([source], device=self.device)
+        rows = [state.index_select(0, at) for state in self._states.values()]  # refused while drafts wait
+        for row, state in zip(rows, self._states.values(), strict=True):
+            _put(row, state, target)
         if source in self._staged:
             self._staged[target] = self._staged[source]
         else:
             self._staged.pop(target, None)
-        at = torch.tensor([source], device=self.device)
-        for state in self._states.values():
-            _put(state.index_select(0, at), state, target)
 
     def snapshot(self, slot: int, *, device: torch.device | str | None = None) -> Snapshot:
         """A copy of a sequence outside the pool, on `device` if one is given.

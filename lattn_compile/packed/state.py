@@ -64,8 +64,8 @@ class QuantizedState(StoredState):
         verifies: set by a cache whose next calls of several tokens are drafts.
         repeats: set by a cache whose model repeats each key head for its value heads before it calls: how often.
         draft: what was verified and not accepted yet.
-        check_named: set by a pool: refuses the slots that a call names (`state_indices`, `padding_slot`) and that are
-            nobody's. Asked in eager code, of indices that lie on a CPU.
+        check_named: set by a pool: refuses the slots that a call names (`state_indices`, None for all; `padding_slot`)
+            and that are nobody's, or wait for a state that was staged. Asked in eager code, of indices on a CPU.
 
     Raises:
         PolicyError: no policy, or a `Chunk` policy. UnsupportedError: a part of the policy that is not built.
@@ -76,7 +76,7 @@ class QuantizedState(StoredState):
         self.verifies = False
         self.repeats = 1
         self.draft: Draft | None = None
-        self.check_named: Callable[[Tensor, int], None] | None = None
+        self.check_named: Callable[[Tensor | None, int], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -264,9 +264,9 @@ class QuantizedState(StoredState):
         self._no_drafts()
 
     def _named(self, state_indices: Tensor | None, padding_slot: int) -> None:
-        if self.check_named is None or state_indices is None or torch.compiler.is_compiling():
+        if self.check_named is None or torch.compiler.is_compiling():
             return
-        if state_indices.device.type == "cpu":
+        if state_indices is None or state_indices.device.type == "cpu":
             self.check_named(state_indices, padding_slot)
 
     def drop_drafts(self, slot: int) -> None:
@@ -374,7 +374,7 @@ class QuantizedState(StoredState):
         """
         self._ready()
         indices, here = options.get("state_indices"), options
-        if isinstance(indices, Tensor):
+        if indices is None or isinstance(indices, Tensor):
             self._named(indices, options.get("padding_slot", -1))
         if indices is None or self.cursor is None:
             shadow = self.clone()

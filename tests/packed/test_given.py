@@ -182,3 +182,29 @@ def test_sequences_that_there_are_none_of_are_not_selected() -> None:
         state.index_select(0, [0])  # type: ignore[arg-type]
     with pytest.raises(StateError, match="repeats: got -1"):
         state.repeat_interleave(-1)
+
+
+@pytest.mark.parametrize("call", ["step", "verify"])
+def test_a_step_of_all_slots_does_not_pass_over_what_was_staged(call: str) -> None:
+    pool = make_pool(slots=2)
+    slots = [pool.allocate() for _ in range(2)]
+    pool.stage(slots[1], exact())
+    with pytest.raises(StateError, match=r"state_indices: got none, .* staged in \[1\] waits"):
+        getattr(pool["a"], call)(**tokens(batch=2))
+    pool.indices(slots)
+    getattr(pool["a"], call)(**tokens(batch=2))
+
+
+@pytest.mark.parametrize("staged", [0, 1])
+def test_a_copy_that_is_refused_leaves_both_slots_as_they_were(staged: int) -> None:
+    """The source's staged state, or the target's, while a third sequence's drafts wait."""
+    pool = make_pool()
+    source, target, third = pair = [pool.allocate() for _ in range(3)]
+    pool["a"].verify(**tokens(2), state_indices=pool.indices([third]))
+    pool.stage(pair[staged], exact())
+    with pytest.raises(StateError, match="drafts wait"):
+        pool.copy(source, target)
+    assert [bool(pool.staged(slot)) for slot in pair] == [staged == 0, staged == 1, False]
+    pool["a"].accept(0)
+    pool.copy(source, target)
+    assert bool(pool.staged(target)) == (staged == 0)
