@@ -292,14 +292,7 @@ class Call:
         )  # fmt: skip
         dkeys = self.new(blocks, heads, 2, size, self.keys)
         dgates = self.new(blocks, heads, size, self.keys) if self.decay == 2 else None
-        slices = self.keys // self.slice
-        rows = self.new(blocks, heads, slices, 4, size)
-        launched(grad_keys)[(blocks * heads * slices,)](
-            self.q, self.k, self.g, self.beta, grad_o, *where, span.norms, kept, cotangents, span.updates, drhs,
-            dreads, doverlaps, span.whole, dkeys, dgates, rows, skip, *qk, *of_g, *of_beta, *grad_o.stride(),
-            self.key_heads, heads, BS=self.slice, VS=16, DECAY=self.decay, **after, **self.key,
-            **self.value, **self.kind, **self.parts, **self.strength, num_warps=2, num_stages=3,
-        )  # fmt: skip
+        rows = self._keys(span, grad_o, kept, cotangents, drhs, dreads, doverlaps, dkeys, dgates)
         dg, dbeta = grads.get("dg"), grads.get("dbeta")
         if self.decay == 2 and self.g is not None and dg is not None:
             self._levels(span, dreads, doverlaps, dkeys, dgates, dg)
@@ -312,8 +305,31 @@ class Call:
         launched(deliver)[(blocks * self.key_heads,)](
             self.q, self.k, *where, span.norms, dkeys, rows, strengths, gates, dq, dk, dg, dbeta, skip, *qk,
             *dq.stride(), *dk.stride(), *strides(dg, 3)[:2], *strides(dbeta, 2), self.key_heads, heads,
-            BS=self.slice, TILE=self.tile, SLICES=slices, DELTA=self.delta, DECAY=self.decay, **self.key,
+            BS=self.slice, TILE=self.tile, SLICES=rows.shape[2], DELTA=self.delta, DECAY=self.decay, **self.key,
             **self.strength, **self.norm, **self.blocks, num_warps=4, num_stages=1,
+        )  # fmt: skip
+
+    def _keys(
+        self, span: Any, grad_o: Tensor, kept: Tensor, cotangents: Tensor, drhs: Tensor, dreads: Tensor,
+        doverlaps: Tensor | None, dkeys: Tensor, dgates: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Gradients of keys, queries and, by channel, of gates, but for what `_levels` adds. Returns `rows`."""
+        slices = self.keys // self.slice
+        rows = self.new(span.schedule.blocks, self.value_heads, slices, 4, self.cut.size)
+        launched(grad_keys)[(span.schedule.blocks * self.value_heads * slices,)](
+            *self._key_arguments(span, grad_o, kept, cotangents, span.updates, drhs, dreads, doverlaps, span.whole,
+            dkeys, dgates, rows), BS=self.slice, VS=16, DECAY=self.decay, AFTER=self.after, **self.key, **self.value,
+            **self.kind, **self.parts, **self.strength, num_warps=2, num_stages=3,
+        )  # fmt: skip
+        return rows
+
+    def _key_arguments(self, span: Any, grad_o: Tensor, *given: Any) -> tuple[Any, ...]:
+        placed = span.schedule
+        where = (self.starts, self.lengths, self.offsets, placed.owner, placed.index)
+        return (
+            self.q, self.k, self.g, self.beta, grad_o, *where, span.norms, *given, span.skip, *self.q.stride(),
+            *self.k.stride(), *strides(self.g, 3), *strides(self.beta, 2), *grad_o.stride(), self.key_heads,
+            self.value_heads,
         )  # fmt: skip
 
     def _levels(

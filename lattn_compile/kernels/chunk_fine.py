@@ -33,8 +33,17 @@ PIECE = 32
 _SPREAD_COLUMNS = 32
 """Of a program of `carry_cuda`, by channel and where it rounds, and of `carry_back_cuda`."""
 
+_BLOCK_SLICE = 32
+"""Channels at a time of `block_cuda`, 16 or 32."""
+
+_BLOCK_ROLLED = False
+"""Whether the levels of `block_cuda` are a loop."""
+
 _BLOCK_REGISTERS = 168
 """At most, of a thread of `block_cuda`: three programs of it on a multiprocessor."""
+
+_LEVEL_REGISTERS = 255
+"""Of `levels_cuda`."""
 
 
 def is_spread(device: torch.device) -> bool:
@@ -127,7 +136,8 @@ class FineCall(Call):
             if self.spread:
                 launched(gluon().block_cuda)[(blocks * heads,)](
                     self.q, self.k, self.g, self.beta, *where, norms, span.rows, whole, factors, pairs, overlaps,
-                    self.scale, skip, *qk, *of_g, *of_beta, key_heads, heads, maxnreg=_BLOCK_REGISTERS, **options,
+                    self.scale, skip, *qk, *of_g, *of_beta, key_heads, heads, BS=_BLOCK_SLICE, ROLLED=_BLOCK_ROLLED,
+                    maxnreg=_BLOCK_REGISTERS, **options,
                 )  # fmt: skip
             else:
                 span.scales, exact = self.new(blocks, key_heads, 4, size), self._exact(placed)
@@ -167,6 +177,20 @@ class FineCall(Call):
     def _exact(self, placed: Schedule) -> Tensor:
         return self.new(placed.blocks, self.key_heads, self.cut.size, dtype=torch.float64)
 
+    def _keys(
+        self, span: Any, grad_o: Tensor, kept: Tensor, cotangents: Tensor, drhs: Tensor, dreads: Tensor,
+        doverlaps: Tensor | None, dkeys: Tensor, dgates: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        if not self.spread or self.decay != 2:
+            return super()._keys(span, grad_o, kept, cotangents, drhs, dreads, doverlaps, dkeys, dgates)
+        blocks, heads = span.schedule.blocks, self.value_heads
+        rows = self.new(blocks, heads, self.keys // 16, 4, self.cut.size)
+        launched(gluon().keys_cuda)[(blocks * heads * (self.keys // 64),)](
+            *self._key_arguments(span, grad_o, kept, cotangents, span.updates, drhs, span.whole, dkeys, dgates, rows),
+            AFTER=self.after, **self.key, **self.value, **self.kind, **self.strength, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        return rows
+
     def _levels(
         self, span: Any, dreads: Tensor, doverlaps: Tensor | None, dkeys: Tensor, dgates: Tensor | None, dg: Tensor
     ) -> None:
@@ -175,7 +199,7 @@ class FineCall(Call):
             return
         launched(gluon().levels_cuda)[(span.schedule.blocks * self.value_heads * (self.keys // 32),)](
             *self._level_arguments(span, dreads, doverlaps, dkeys, dgates, dg), **self.key, **self.kind,
-            num_warps=4, num_stages=1,
+            num_warps=4, num_stages=1, maxnreg=_LEVEL_REGISTERS,
         )  # fmt: skip
 
     def _turned_rows(self, span: _Span) -> Tensor:

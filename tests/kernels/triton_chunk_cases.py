@@ -27,6 +27,7 @@ from lattn_compile.kernels import (
     chunk_channel,
     chunk_channel_cuda,
     chunk_fine,
+    chunk_keys_cuda,
     chunk_levels,
     chunk_levels_cuda,
     chunk_math,
@@ -116,7 +117,7 @@ def bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(chunk_call, "LOW", (torch.float32,))
     if request.param == "spread":
         found = types.SimpleNamespace()
-        for module in (chunk_state_cuda, chunk_channel_cuda, chunk_levels_cuda):
+        for module in (chunk_state_cuda, chunk_channel_cuda, chunk_keys_cuda, chunk_levels_cuda):
             vars(found).update(vars(interpreted(module, tmp_path)))
         monkeypatch.setattr(chunk_fine, "is_spread", lambda device: True)
         monkeypatch.setattr(chunk_fine, "gluon", lambda: found)
