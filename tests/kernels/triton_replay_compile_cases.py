@@ -81,6 +81,8 @@ def test_what_windows_wait_for_compiles_everywhere(target: str, monkeypatch: pyt
             {"factors": "bf16", "kind": "linear", "readout": "after_write"},
             {"factors": "int8", "inputs": torch.float32, "window": 8},
         ):
+            if target.startswith("gfx") and options.get("inputs") is torch.float32:
+                continue  # Triton has no products of float64 there, so "auto" takes no replay on AMD
             _compiled(target, monkeypatch, **options)  # type: ignore[arg-type]
 
 
