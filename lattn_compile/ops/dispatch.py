@@ -143,7 +143,7 @@ def choose(form: str, implementation: str, work: Work) -> str:
         # Off CUDA nothing has to be imported to know the answer.
         proven = form in PROVEN and work.device.type == "cuda"
         if form == "replay":
-            proven = proven and _is_proven_replay(work)
+            proven = proven and torch.version.hip is None and _is_proven_replay(work)
         if form == "chunk":
             proven = proven and torch.version.hip is None and work.inputs in _PROVEN_CHUNK_INPUTS
         return "triton" if proven and objection(form, work) is None else "reference"
