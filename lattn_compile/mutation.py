@@ -18,7 +18,10 @@ _IN_PLACE = frozenset(
 )
 
 # What neither a schema nor a name tells: a norm that trains updates its statistics, an embedding rescales its rows.
-_NORMS = frozenset(["batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"])
+_NORMS = frozenset(
+    ["batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"]
+    + ["batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"]  # over ranks
+)
 _DEFAULTS: dict[Any, dict[str, Any]] = {
     f: {name: p.default for name, p in inspect.signature(f).parameters.items()}
     for f in (F.batch_norm, F.instance_norm, F.embedding, F.embedding_bag)
@@ -70,7 +73,7 @@ def _on_the_side(given: dict[str, Any]) -> list[fx.Node]:
     """Statistics of a norm and the table of an embedding, if these arguments, by their names, have it write to them."""
     if given.get("max_norm") is not None:
         return _nodes(given.get("weight"))
-    trains = given.get("training", given.get("use_input_stats", False))
+    trains = given.get("training", given.get("use_input_stats", True))
     return _nodes((given.get("running_mean"), given.get("running_var"))) if trains is not False else []
 
 

@@ -59,6 +59,8 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str | None]] = [
     (torch.instance_norm, ("x", None, None, "y", "z", False, 0.1, 1e-5, False), {}, ""),
     (aten.batch_norm.default, ("x", None, None, "y", "z", True, 0.1, 1e-5, False), {}, "yz"),
     (aten.native_batch_norm, ("x", None, None, "y", "z", False, 0.1, 1e-5), {}, ""),
+    (aten.batch_norm_update_stats, ("x", "y", "z", 0.1), {}, "yz"),
+    (aten.batch_norm_gather_stats_with_counts, ("x", "x", "x", "y", "z", 0.1, 1e-5, "x"), {}, "yz"),
     (F.embedding, ("x", "y"), {"max_norm": 1.0}, "y"),
     (F.embedding, ("x", "y", None, 1.0), {}, "y"),
     (F.embedding, ("x", "y"), {"scale_grad_by_freq": True}, ""),
