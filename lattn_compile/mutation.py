@@ -18,10 +18,8 @@ _IN_PLACE = frozenset(
 )
 
 # What neither a schema nor a name tells: a norm that trains updates its statistics, an embedding rescales its rows.
-_NORMS = frozenset(
-    ["batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"]
-    + ["batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"]  # over ranks
-)
+_OVER_RANKS = ("batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts")
+_NORMS = {"batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", *_OVER_RANKS}
 _DEFAULTS: dict[Any, dict[str, Any]] = {
     f: {name: p.default for name, p in inspect.signature(f).parameters.items()}
     for f in (F.batch_norm, F.instance_norm, F.embedding, F.embedding_bag)
