@@ -46,12 +46,6 @@ def _solved(E, o_state, o_erase, DELTA: tl.constexpr, PRECISION: tl.constexpr):
         return E
 
 
-@triton.constexpr_function
-def _is_coded(fmt, block_k, keys):
-    """Whether states are codes times one number a column."""
-    return fmt == "bf16" or (fmt in ("int8", "fp8_e4m3") and block_k == keys)
-
-
 @triton.jit(do_not_specialize=["scale", "base_rank", "first", "last", "H", "HV"])
 def walk(
     q, operands, reads, weights, errors, overlaps, owns, whole, strengths, starts, lengths, leads, at, begin, origin,
@@ -134,7 +128,8 @@ def walk(
     following = here
     # A state that is stored as codes is an exact operand of one part. One that a sequence starts from may be any other;
     # if it is codes, too, it is taken as such, so that a run that is cut there has the bits of one that goes on.
-    CODES: tl.constexpr = PART != "fp32" and not PAIR and _is_coded(FORMAT, BLOCK_K, BK)
+    CODED: tl.constexpr = FORMAT == "bf16" or ((FORMAT == "int8" or FORMAT == "fp8_e4m3") and BLOCK_K == BK)
+    CODES: tl.constexpr = CODED and PART != "fp32" and not PAIR
     middle = high
     C = S
     size = S

@@ -5,6 +5,7 @@ The dispatcher leaves out an option that has its default, so each is a dataclass
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -12,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from lattn_compile import phase
 from lattn_compile.errors import DtypeError, PolicyError
 from lattn_compile.formats import Format, parse
 from lattn_compile.formats.quantizer import Quantizer
@@ -137,7 +137,8 @@ class OpOptions:
             UnsupportedError: a kernel that this release does not have.
         """
         geometry = check_call(t)
-        if t.prefix_lengths is not None:
+        # Who has not imported the phase, which brings Dynamo along, is in none.
+        if t.prefix_lengths is not None and (phase := sys.modules.get("lattn_compile.phase")) is not None:
             phase.note_read()
         check_words(self, self.WRITES)
         name, tokens, least, most = self.interval()

@@ -485,7 +485,9 @@ def test_a_step_of_any_batch_is_launched_and_one_of_all_sizes_unknown_calls_the_
     assert [x.name for x in kernels_in(code) if x.is_ours] == ["step_0"]
 
 
-@pytest.mark.parametrize("policy", ["int8", lc.Policy(lc.Int8(), write=lc.Replay(8))], ids=["token", "replay"])
+@pytest.mark.parametrize(
+    "policy", ["int8", lc.Policy(lc.Int8(), write=lc.Replay(8), kernel="triton")], ids=["token", "replay"]
+)
 def test_lengths_on_a_cpu_are_looked_at_by_the_op(policy: Any) -> None:
     """What a phase was given as a list lies there, and has no values yet when a graph is made."""
 
