@@ -37,18 +37,16 @@ __all__ = ["block_cuda"]
 
 @gluon.jit
 def _counted(x, LAYOUT: gl.constexpr):
-    """Channels at the end of `[4, 16, BS]` in the matrix unit's order: of 16 bits 3 to 0 become 0, 3, 2, 1."""
-    BS: gl.constexpr = x.shape[2]
-    x = gl.permute(gl.reshape(x, [4, 16, 4, 2, BS // 8]), (0, 1, 4, 2, 3))
-    return gl.convert_layout(gl.reshape(x, [4, 16, BS]), LAYOUT, assert_trivial=True)
+    """32 channels at the end of `[4, 16, 32]` in the matrix unit's order: bits 4 to 0 become 1, 0, 4, 3, 2."""
+    x = gl.permute(gl.reshape(x, [4, 16, 4, 2, 4]), (0, 1, 4, 2, 3))
+    return gl.convert_layout(gl.reshape(x, [4, 16, 32]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def _recounted(x, LAYOUT: gl.constexpr):
     """Takes `_counted` back."""
-    BS: gl.constexpr = x.shape[2]
-    x = gl.permute(gl.reshape(x, [4, 16, BS // 8, 4, 2]), (0, 1, 3, 4, 2))
-    return gl.convert_layout(gl.reshape(x, [4, 16, BS]), LAYOUT, assert_trivial=True)
+    x = gl.permute(gl.reshape(x, [4, 16, 4, 4, 2]), (0, 1, 3, 4, 2))
+    return gl.convert_layout(gl.reshape(x, [4, 16, 32]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -139,8 +137,7 @@ def _past(gates, tile, other, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
     else:
         counts = ((tile ^ other) == 1) & ((tile == 0) | (tile == 3))
     x = gl.sum(gl.where(counts, gates, 0.0), 1)
-    BS: gl.constexpr = gates.shape[2]
-    x = gl.reshape(gl.permute(gl.reshape(x, [4, 4, 2, BS // 8]), (0, 3, 1, 2)), [4, BS])
+    x = gl.reshape(gl.permute(gl.reshape(x, [4, 4, 2, 4]), (0, 3, 1, 2)), [4, 32])
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, LAYOUT)), 1)
 
 
@@ -162,7 +159,7 @@ def _store_reads(p, x, i, j, BT: gl.constexpr, BACK: gl.constexpr, FAR: gl.const
 def block_cuda(
     q, k, g, beta, starts, lengths, offsets, owner, index, kept, rows, whole, factors, reads, overlaps, scale, skip,
     q_token, q_head, q_channel, k_token, k_head, k_channel, g_token, g_head, g_channel, beta_token, beta_head, H, HV,
-    K: gl.constexpr, BK: gl.constexpr, BS: gl.constexpr, BT: gl.constexpr, ROLLED: gl.constexpr,
+    K: gl.constexpr, BK: gl.constexpr, BT: gl.constexpr,
     DELTA: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, READ: gl.constexpr, BACK: gl.constexpr,
     CHUNK: gl.constexpr, TOKENS: gl.constexpr, PER: gl.constexpr,
 ):  # fmt: skip
@@ -175,21 +172,21 @@ def block_cuda(
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    # Of BS channels as they are in memory: a thread's neighbours are MMA's and RIGHT's columns.
+    # Of 32 channels as they are in memory: a thread's eight neighbours, or four, are MMA's and RIGHT's columns.
     NEAR: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2]] + ([[0, 0, 4]] if BS == 32 else []) + [[0, 8, 0]],
-        [[0, 0, BS // 4], [0, 0, BS // 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[1, 0, 0], [2, 0, 0]], [], [4, 16, BS],
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0]],
+        [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[1, 0, 0], [2, 0, 0]], [], [4, 16, 32],
     )  # fmt: skip
     GATE: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1]] + ([[0, 0, 2]] if BS == 32 else []) + [[0, 1, 0], [0, 8, 0]],
-        [[0, 2, 0], [0, 4, 0], [0, 0, BS // 8], [0, 0, BS // 4], [0, 0, BS // 2]],
-        [[1, 0, 0], [2, 0, 0]], [], [4, 16, BS],
+        [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 8, 0]],
+        [[0, 2, 0], [0, 4, 0], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
+        [[1, 0, 0], [2, 0, 0]], [], [4, 16, 32],
     )  # fmt: skip
     # A tile's sums of gates: other tiles in a thread's registers, its lane the channel.
     PAST: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1, 0], [0, 2, 0]], [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16 % BS]],
-        [[1, 0, 0], [2, 0, 0]], [], [4, 4, BS],
+        [[0, 1, 0], [0, 2, 0]], [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
+        [[1, 0, 0], [2, 0, 0]], [], [4, 4, 32],
     )  # fmt: skip
     MMA_16: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 1, 2], instr_shape=[1, 16, 8])
     MMA_32: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2], instr_shape=[16, 8])
@@ -211,12 +208,12 @@ def block_cuda(
     gate_slot = _slots(GATE)
     gate_inside = (gate_slot >= low) & (gate_slot < high)
     g_row = (base + gate_slot) * g_token + i_head * g_head
-    channel, gate_channel = _channels(BS, NEAR), _channels(BS, GATE)
+    channel, gate_channel = _channels(32, NEAR), _channels(32, GATE)
 
     # Rows' magnitudes and sums of squares, which the whole row must be known for.
     most_k = gl.zeros([4, 16], gl.float32, gl.SliceLayout(2, NEAR))
     most_q = most_k
-    for first in gl.static_range(0, BK, BS):
+    for first in gl.static_range(0, BK, 32):
         x_k = _rows(k, k_row, inside, channel + first, k_channel, K, BK).to(gl.float32)
         most_k = gl.maximum(most_k, gl.max(gl.abs(x_k), 2))
         x_q = _rows(q, q_row, inside, channel + first, q_channel, K, BK).to(gl.float32)
@@ -224,7 +221,7 @@ def block_cuda(
     near_k, near_q = near_one(most_k)[1], near_one(most_q)[1]
     total_k = gl.zeros([4, 16], gl.float64, gl.SliceLayout(2, NEAR))
     total_q = gl.zeros([4, 16], gl.float32, gl.SliceLayout(2, NEAR))
-    for first in gl.static_range(0, BK, BS):
+    for first in gl.static_range(0, BK, 32):
         x_k = _rows(k, k_row, inside, channel + first, k_channel, K, BK).to(gl.float32) * gl.expand_dims(near_k, 2)
         total_k += gl.sum((x_k * x_k).to(gl.float64), 2)
         x_q = _rows(q, q_row, inside, channel + first, q_channel, K, BK).to(gl.float32) * gl.expand_dims(near_q, 2)
@@ -269,23 +266,17 @@ def block_cuda(
     exact_32 = exact._reinterpret(gl.float64, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     down_k, down_q = gl.expand_dims(down_k, 2), gl.expand_dims(down_q, 2)
 
-    sums = gl.allocate_shared_memory(gl.float32, [4, BS], flat)
+    sums = gl.allocate_shared_memory(gl.float32, [4, 32], flat)
     PARTS: gl.constexpr = (4 if BACK else 3) if READ else 2
     # As they are stored, and as sides of products, with the same places.
     far_16, far_32, of_16, of_32 = (), (), (), ()
     for _ in gl.static_range(PARTS):
-        x = gl.allocate_shared_memory(
-            gl.float16, [2, 2, 16, BS], gl.SwizzledSharedLayout(8, 64 // BS, BS // 8, [3, 2, 1, 0])
-        )
+        x = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 32], gl.SwizzledSharedLayout(8, 2, 4, [3, 2, 1, 0]))
         far_16 = far_16 + (x,)
-        of_16 = of_16 + (
-            x._reinterpret(gl.float16, [2, 2, 16, BS], gl.SwizzledSharedLayout(8, 64 // BS, BS // 8, [2, 1, 0])),
-        )
-        x = gl.allocate_shared_memory(gl.float16, [2, 32, BS], gl.SwizzledSharedLayout(8, 64 // BS, BS // 8, [2, 1, 0]))
+        of_16 = of_16 + (x._reinterpret(gl.float16, [2, 2, 16, 32], gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0])),)
+        x = gl.allocate_shared_memory(gl.float16, [2, 32, 32], gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0]))
         far_32 = far_32 + (x,)
-        of_32 = of_32 + (
-            x._reinterpret(gl.float16, [2, 32, BS], gl.SwizzledSharedLayout(8, 64 // BS, BS // 8, [1, 0])),
-        )
+        of_32 = of_32 + (x._reinterpret(gl.float16, [2, 32, 32], gl.SwizzledSharedLayout(8, 2, 4, [1, 0])),)
 
     row = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA))), 0), 2)
     column = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, MMA))), 0), 1)
@@ -304,7 +295,7 @@ def block_cuda(
     ones.index(7).store(gl.where(upto, 0.0, DOWN).to(gl.float16))
     a_tile = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, PAST))), 1), 2)
     other = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, PAST))), 0), 2)
-    sum_channel = gl.arange(0, BS, gl.SliceLayout(0, gl.SliceLayout(0, PAST)))
+    sum_channel = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(0, PAST)))
 
     P = gl.zeros([4, 16, 16], gl.float32, MMA)
     A = gl.zeros([4, 16, 16], gl.float64, MMA)
@@ -314,12 +305,12 @@ def block_cuda(
     A_32 = gl.zeros([32, 32], gl.float64, MMA_32)
     ROWS: gl.constexpr = 4 + READ * (2 if BACK else 1)
     p_rows = rows + at * (ROWS * BT * BK) + slot * BK + channel
-    for first in range(0, BK, BS):
+    for first in range(0, BK, 32):
         b_g = held(_rows(g, g_row, gate_inside, gate_channel + first, g_channel, K, BK)) * UP
         b_k = _counted(_rows(k, k_row, inside, channel + first, k_channel, K, BK), MMA).to(gl.float32) * down_k
         high_g, low_g = fine_parts(_counted(b_g, RIGHT))
         sums.store(gl.sum(b_g, 1) * DOWN)
-        none = gl.zeros([4, 16, BS], gl.float32, MMA)
+        none = gl.zeros([4, 16, 32], gl.float32, MMA)
         no_pairs = gl.zeros([4, 16, 16], gl.float32, MMA)
         b_q = b_k
         if READ:
@@ -328,12 +319,8 @@ def block_cuda(
             P += gl.where(row == column, own, 0.0)
         more = no_pairs
         # Every pair of tokens is parted once, so that these are no sums.
-        if ROLLED:
-            for level in range(4):
-                P, more = _level(P, more, level, ones, b_q, b_k, high_g, low_g, row, column, MMA, READ, BACK, DELTA)
-        else:
-            for step in gl.static_range(4):
-                P, more = _level(P, more, step, ones, b_q, b_k, high_g, low_g, row, column, MMA, READ, BACK, DELTA)
+        for step in gl.static_range(4):
+            P, more = _level(P, more, step, ones, b_q, b_k, high_g, low_g, row, column, MMA, READ, BACK, DELTA)
         A += more.to(gl.float64)
 
         weight = exp2(_sums(ones.index(4).load(LEFT), high_g, low_g, none))
@@ -344,7 +331,7 @@ def block_cuda(
             if BACK:
                 far = far + (far_q[1],)
         for part in gl.static_range(PARTS):
-            far_16[part].store(gl.permute(gl.reshape(far[part], [2, 2, 16, BS]), (1, 0, 2, 3)))
+            far_16[part].store(gl.permute(gl.reshape(far[part], [2, 2, 16, 32]), (1, 0, 2, 3)))
 
         all_gates = sums.load(gl.SliceLayout(0, PAST))
         gl.store(whole + at * BK + first + sum_channel, exp2(gl.sum(all_gates, 0)))
@@ -357,7 +344,7 @@ def block_cuda(
             if BACK:
                 far = far + (far_q[1],)
         for part in gl.static_range(PARTS):
-            far_32[part].store(gl.reshape(far[part], [2, 32, BS]))
+            far_32[part].store(gl.reshape(far[part], [2, 32, 32]))
         more = gl.zeros([2, 16, 16], gl.float32, MMA_16)
         P_16, more = _pairs(
             P_16, more, of_16[2 * READ].index(1).load(LEFT_16), of_16[PARTS - 1].index(1).load(LEFT_16),

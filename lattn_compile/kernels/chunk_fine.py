@@ -33,17 +33,8 @@ PIECE = 32
 _SPREAD_COLUMNS = 32
 """Of a program of `carry_cuda`, by channel and where it rounds, and of `carry_back_cuda`."""
 
-_BLOCK_SLICE = 32
-"""Channels at a time of `block_cuda`, 16 or 32."""
-
-_BLOCK_ROLLED = False
-"""Whether the levels of `block_cuda` are a loop."""
-
 _BLOCK_REGISTERS = 168
 """At most, of a thread of `block_cuda`: three programs of it on a multiprocessor."""
-
-_LEVEL_REGISTERS = 255
-"""Of `levels_cuda`."""
 
 
 def is_spread(device: torch.device) -> bool:
@@ -136,8 +127,7 @@ class FineCall(Call):
             if self.spread:
                 launched(gluon().block_cuda)[(blocks * heads,)](
                     self.q, self.k, self.g, self.beta, *where, norms, span.rows, whole, factors, pairs, overlaps,
-                    self.scale, skip, *qk, *of_g, *of_beta, key_heads, heads, BS=_BLOCK_SLICE, ROLLED=_BLOCK_ROLLED,
-                    maxnreg=_BLOCK_REGISTERS, **options,
+                    self.scale, skip, *qk, *of_g, *of_beta, key_heads, heads, maxnreg=_BLOCK_REGISTERS, **options,
                 )  # fmt: skip
             else:
                 span.scales, exact = self.new(blocks, key_heads, 4, size), self._exact(placed)
@@ -199,7 +189,7 @@ class FineCall(Call):
             return
         launched(gluon().levels_cuda)[(span.schedule.blocks * self.value_heads * (self.keys // 32),)](
             *self._level_arguments(span, dreads, doverlaps, dkeys, dgates, dg), **self.key, **self.kind,
-            num_warps=4, num_stages=1, maxnreg=_LEVEL_REGISTERS,
+            num_warps=4, num_stages=1,
         )  # fmt: skip
 
     def _turned_rows(self, span: _Span) -> Tensor:
