@@ -127,7 +127,7 @@ def linear_attention(
     if eager:
         carry = (start.state, start.cursor, start.read, *start.ring)
         check_transforms({"q": q, "k": k, "v": v, "g": g, "beta": beta}, carry)
-    elif said := _traced_transform():
+    elif said := refused_transform():
         refuse("unsupported", "lc.linear_attention", *said)
 
     ambient_prefix, ambient_sequence = phase.current()
@@ -205,7 +205,8 @@ def _named(state: EncodedState | ReplayState) -> str:
 
 
 @torch.compiler.assume_constant_result
-def _traced_transform() -> tuple[str, str, str] | None:
+def refused_transform() -> tuple[str, str, str] | None:
+    """`ops.arguments.traced_transform` of the trace now running, evaluated while tracing and never guarded."""
     return traced_transform()
 
 

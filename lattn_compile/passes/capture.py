@@ -36,7 +36,6 @@ from torch.utils._pytree import tree_map_only
 import lattn_compile.ops  # noqa: F401  (registers the ops that capture emits)
 from lattn_compile import functional, phase
 from lattn_compile.errors import LattnWarning
-from lattn_compile.ops.arguments import traced_transform
 from lattn_compile.packed import serving
 from lattn_compile.recurrence import BY_NAME, KINDS, KnownCall, Recurrence
 from lattn_compile.recurrence.linear import normalize as normalize_output
@@ -246,11 +245,6 @@ def _remember(key: str, kind: str, attached: tuple[str, str] | None, recipe: Any
 
 
 @torch.compiler.assume_constant_result
-def _traced_transform() -> tuple[str, str, str] | None:
-    return traced_transform()
-
-
-@torch.compiler.assume_constant_result
 def _rule_number(kind: str) -> int:
     """What the recipe asks of the call being traced, as a number. It goes into the node: Dynamo merges the bodies of
     equal regions, and layers that differ in their policy alone would look equal to it."""
@@ -290,7 +284,7 @@ def _stand_in(known: _Known) -> Callable[..., Any]:
         if isinstance(call, str):
             _note_refusal(key, call)
             return copy(*args, **kwargs)
-        if said := _traced_transform():
+        if said := functional.refused_transform():
             refuse("unsupported", key, *said)
         return emit(call, kind, form, _open_site(key, kind), _rule_number(kind))
 
