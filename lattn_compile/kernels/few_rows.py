@@ -20,14 +20,24 @@ from lattn_compile.kernels.common.early import fetch, wait_for_before
 from lattn_compile.kernels.common.inputs import exp
 from lattn_compile.kernels.common.launch import launched
 
-__all__ = ["COLUMNS", "MOST_MATRICES", "MOST_ROWS", "forward", "multiply", "supports"]
+__all__ = [
+    "COLUMNS",
+    "LINE",
+    "MOST_MATRICES",
+    "MOST_ROWS",
+    "ahead",
+    "forward",
+    "multiply",
+    "supports",
+    "three",
+]
 
 MOST_ROWS, MOST_MATRICES = 16, 3
 
 COLUMNS = 16
 """Of a program."""
 
-_LINE = tl.constexpr(64)
+LINE = tl.constexpr(64)
 """Numbers in a line of a cache."""
 
 AHEAD_BYTES = 3 << 20
@@ -77,6 +87,8 @@ def multiply(
     Grid: (ceil(N / BLOCK_N),).
     """
     begin = tl.program_id(0) * BLOCK_N
+    # Not a function for this kernel and the other one of products: from what it returns torch would take every tensor
+    # for written to, and copy it.
     matrix, result = first, out
     own, width = begin, N
     if not PAIR:
@@ -96,7 +108,7 @@ def multiply(
     if EARLY:
         if AHEAD:
             line = tl.arange(0, PARTS * AHEAD)
-            line = line // AHEAD * (K // PARTS) + line % AHEAD * _LINE
+            line = line // AHEAD * (K // PARTS) + line % AHEAD * LINE
             place = tl.where(column < N, in_matrix, 0)[:, None].to(tl.int64) * K + line[None, :]
             fetch(matrix + place)
             if PAIR:
@@ -145,9 +157,9 @@ def tile(rows: int, columns: int, pair: bool) -> dict[str, int]:
     return sizes | {"num_warps": warps, "num_stages": stages}
 
 
-def _ahead(columns: int, depth: int, parts: int, pair: bool) -> int:
+def ahead(columns: int, depth: int, parts: int) -> int:
     """Lines of each part of a row of weights that come to `AHEAD_BYTES`, a power of two, or none."""
-    lines = AHEAD_BYTES // (128 * columns * (1 + pair) * parts)
+    lines = AHEAD_BYTES // (128 * columns * parts)
     return 0 if lines == 0 else min(1 << (lines.bit_length() - 1), 1 << ((depth // parts // 64).bit_length() - 1))
 
 
@@ -168,11 +180,11 @@ def forward(x: Tensor, *matrices: Tensor, pair: bool = False) -> tuple[Tensor, .
     results = tuple(x.new_empty(rows, width) for width in widths)
     chosen = tile(rows, columns, pair)
     launched(multiply)[(triton.cdiv(columns, chosen["BLOCK_N"]),)](
-        x, *_three(matrices), *_three(results), x.stride(0), rows, N=columns, FIRST=widths[0], SECOND=sum(widths[:2]),
-        K=depth, PAIR=pair, AHEAD=_ahead(columns, depth, chosen["PARTS"], pair), EARLY=False, **chosen,
+        x, *three(matrices), *three(results), x.stride(0), rows, N=columns, FIRST=widths[0], SECOND=sum(widths[:2]),
+        K=depth, PAIR=pair, AHEAD=ahead(columns * (1 + pair), depth, chosen["PARTS"]), EARLY=False, **chosen,
     )  # fmt: skip
     return results
 
 
-def _three(given: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+def three(given: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     return (*given, None, None)[:3]

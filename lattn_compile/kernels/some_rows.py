@@ -21,6 +21,7 @@ from lattn_compile.kernels import few_rows
 from lattn_compile.kernels.common.early import fetch, wait_for_before
 from lattn_compile.kernels.common.inputs import exp
 from lattn_compile.kernels.common.launch import launched
+from lattn_compile.kernels.few_rows import LINE, ahead, three
 
 __all__ = ["COLUMNS", "MOST_MATRICES", "MOST_ROWS", "forward", "multiply_some", "supports"]
 
@@ -31,12 +32,6 @@ _FEW, _MANY = 4096, 9216
 
 _UNITS = 132
 """Multiprocessors, about."""
-
-_LINE = tl.constexpr(64)
-"""Numbers in a line of a cache."""
-
-AHEAD_BYTES = 3 << 20
-"""Of weights that are sent for before the kernel in front has ended."""
 
 
 @triton.jit
@@ -95,7 +90,7 @@ def multiply_some(
     column = own + tl.arange(0, BLOCK_N)
     if EARLY:
         if AHEAD:
-            place = i_split * (K // SPLITS) + tl.arange(0, AHEAD) * _LINE
+            place = i_split * (K // SPLITS) + tl.arange(0, AHEAD) * LINE
             place = column[:, None].to(tl.int64) * K + place[None, :]
             fetch(matrix + place)
             if PAIR:
@@ -138,12 +133,6 @@ def supports(rows: int, columns: int, depth: int, dtype: torch.dtype) -> bool:
     return fits and depth % 512 == 0 and dtype is torch.bfloat16
 
 
-def _ahead(columns: int, depth: int, splits: int) -> int:
-    """Lines of each piece of a row of weights that come to `AHEAD_BYTES`, a power of two, or none."""
-    lines = AHEAD_BYTES // (128 * columns * splits)
-    return 0 if lines == 0 else min(1 << (lines.bit_length() - 1), 1 << ((depth // splits // 64).bit_length() - 1))
-
-
 def forward(x: Tensor, *matrices: Tensor, pair: bool = False) -> tuple[Tensor, ...]:
     """`x @ matrix.T` of each of up to three matrices; with `pair` one result, `silu(x @ first.T) * (x @ second.T)`.
 
@@ -164,11 +153,7 @@ def forward(x: Tensor, *matrices: Tensor, pair: bool = False) -> tuple[Tensor, .
     else:
         results = tuple(x.new_empty(splits, rows, width, dtype=torch.float32) for width in widths)
     launched(multiply_some)[(columns // chosen["BLOCK_N"], splits)](
-        x, *_three(matrices), *_three(results), x.stride(0), rows, N=columns, FIRST=widths[0], SECOND=sum(widths[:2]),
-        K=depth, PAIR=pair, AHEAD=_ahead(columns * (1 + pair), depth, splits), ROWS=MOST_ROWS, EARLY=False, **chosen,
+        x, *three(matrices), *three(results), x.stride(0), rows, N=columns, FIRST=widths[0], SECOND=sum(widths[:2]),
+        K=depth, PAIR=pair, AHEAD=ahead(columns * (1 + pair), depth, splits), ROWS=MOST_ROWS, EARLY=False, **chosen,
     )  # fmt: skip
     return results if splits == 1 else tuple(y.sum(0).to(x.dtype) for y in results)
-
-
-def _three(given: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    return (*given, None, None)[:3]
